@@ -1,0 +1,11 @@
+//! Ranks that talk together.
+//!
+//! A [`Group`] moves bare device buffers between ranks, on streams: a collective is issued like a kernel and
+//! runs in its stream's order, so what is in flight is simply what an [`device::Event`] has not reached yet.
+//! Every rank of a group issues the same collectives in the same order.
+
+mod error;
+mod group;
+
+pub use error::{Error, Result};
+pub use group::{Group, Reduction};

@@ -1,0 +1,357 @@
+//! The kernels of a training step, as one trait. Each takes its stream, flat buffers and sizes.
+//!
+//! Rules that hold for all of them:
+//! - Matrices are row-major. "tokens" or "rows" count along the first dimension.
+//! - Values are stored in the buffer's dtype and computed in f32; results are rounded to the storage dtype
+//!   where PyTorch's eager operations round.
+//! - Sums run in an order that depends on sizes only, never on timing: the same inputs give the same bits.
+//! - Buffers are checked for dtype and length before anything is issued.
+
+use crate::{Buffer, Error, Result, Stream};
+
+/// A matrix view: `rows × cols` with `stride` elements from one row to the next, read as its transpose when
+/// `transposed` (rows and cols are those *before* transposing).
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    pub buffer: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    pub fn new(buffer: &'a Buffer, rows: usize, cols: usize) -> Self {
+        Matrix { buffer, rows, cols, stride: cols, transposed: false }
+    }
+
+    /// Rows that are further apart than they are long.
+    pub fn with_stride(self, stride: usize) -> Self {
+        Matrix { stride, ..self }
+    }
+
+    pub fn t(self) -> Self {
+        Matrix { transposed: !self.transposed, ..self }
+    }
+
+    /// (rows, cols) as the product sees them.
+    pub fn shape(&self) -> (usize, usize) {
+        if self.transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
+    }
+
+    /// Elements from the first to the last one.
+    pub fn span(&self) -> usize {
+        if self.rows == 0 || self.cols == 0 { 0 } else { (self.rows - 1) * self.stride + self.cols }
+    }
+}
+
+/// c = a · b + beta · c. `a` and `b` have one dtype; `c` has theirs or f32. `c` is not transposed.
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm<'a> {
+    pub a: Matrix<'a>,
+    pub b: Matrix<'a>,
+    pub c: Matrix<'a>,
+    /// 0 overwrites `c` (which may hold anything, NaN included), 1 adds to it.
+    pub beta: f32,
+}
+
+impl Gemm<'_> {
+    /// (m, n, k), once shapes and lengths have been found to fit.
+    pub fn check(&self) -> Result<(usize, usize, usize)> {
+        let ((m, k), (k2, n), (m2, n2)) = (self.a.shape(), self.b.shape(), self.c.shape());
+        if k != k2 || m != m2 || n != n2 || self.c.transposed {
+            let what = format!("{m}×{k} · {k2}×{n} → {m2}×{n2}");
+            return Err(Error::argument("gemm", what));
+        }
+        for (name, matrix) in [("a", &self.a), ("b", &self.b), ("c", &self.c)] {
+            if matrix.stride < matrix.cols {
+                return Err(Error::argument("gemm", format!("{name}: stride {} < {}", matrix.stride, matrix.cols)));
+            }
+            matrix.buffer.expect_len("gemm", name, matrix.span())?;
+        }
+        if self.a.buffer.dtype() != self.b.buffer.dtype() {
+            let (expected, found) = (self.a.buffer.dtype(), self.b.buffer.dtype());
+            return Err(Error::WrongDtype { op: "gemm", expected, found });
+        }
+        Ok((m, n, k))
+    }
+}
+
+/// `out[t] = table[ids[t]]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedding<'a> {
+    pub table: &'a Buffer,
+    /// i32, one per token, each in 0..vocab (checked where the batch is made).
+    pub ids: &'a Buffer,
+    pub out: &'a Buffer,
+    pub tokens: usize,
+    pub vocab: usize,
+    pub cols: usize,
+}
+
+/// `dtable[ids[t]] += dout[t]`, summed in token order.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddingGrad<'a> {
+    pub dout: &'a Buffer,
+    pub ids: &'a Buffer,
+    /// i32: token positions sorted by id, equal ids in token order.
+    pub order: &'a Buffer,
+    /// Of `dout`'s dtype or f32.
+    pub dtable: &'a Buffer,
+    pub tokens: usize,
+    pub vocab: usize,
+    pub cols: usize,
+    /// Rows of ids that do not occur are set to zero unless accumulating.
+    pub accumulate: bool,
+}
+
+/// `sum = x + delta`; `out = weight · round(sum · rstd)` with `rstd = 1/sqrt(mean(sum²) + eps)`.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm<'a> {
+    pub x: &'a Buffer,
+    pub delta: Option<&'a Buffer>,
+    pub weight: &'a Buffer,
+    /// Where `x + delta` goes, rounded to the storage dtype before it is normalised; given exactly when
+    /// `delta` is. May be `x` itself.
+    pub sum: Option<&'a Buffer>,
+    pub out: &'a Buffer,
+    /// f32, one per row.
+    pub rstd: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    pub eps: f32,
+}
+
+/// The gradient of [`RmsNorm`]: `dx = dresidual + (w·dout − x̂·mean(w·dout·x̂))·rstd`, `dweight = Σ dout·x̂`.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNormGrad<'a> {
+    pub dout: &'a Buffer,
+    /// What was normalised (the sum).
+    pub x: &'a Buffer,
+    pub weight: &'a Buffer,
+    pub rstd: &'a Buffer,
+    /// Gradient arriving along the residual; may be `dx` itself.
+    pub dresidual: Option<&'a Buffer>,
+    pub dx: &'a Buffer,
+    /// Of `x`'s dtype or f32.
+    pub dweight: &'a Buffer,
+    /// f32 of [`crate::Profile::norm_scratch`].
+    pub scratch: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    pub accumulate: bool,
+}
+
+/// Rotates the first `heads` heads of each token in place (split-half rotation).
+#[derive(Clone, Copy, Debug)]
+pub struct Rope<'a> {
+    /// `tokens` rows, `stride` apart; heads lie side by side from the row's start.
+    pub x: &'a Buffer,
+    /// i32, one per token.
+    pub positions: &'a Buffer,
+    /// f32 `[max_position, head_dim / 2]`.
+    pub cos: &'a Buffer,
+    pub sin: &'a Buffer,
+    pub tokens: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub stride: usize,
+    pub direction: Rotation,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rotation {
+    Forward,
+    /// The transpose of the forward rotation: what the gradient needs.
+    Inverse,
+}
+
+/// Sizes of a causal, grouped-query attention over `rows` sequences of `seq` tokens each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionShape {
+    pub rows: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Keys a query sees at most, itself included.
+    pub window: Option<usize>,
+}
+
+impl AttentionShape {
+    pub fn tokens(&self) -> usize {
+        self.rows * self.seq
+    }
+
+    /// Elements of one token's q ‖ k ‖ v.
+    pub fn qkv_cols(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    pub fn out_cols(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// The factor on q·k.
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+/// Softmax(q·kᵀ/√d)·v per head, each query seeing the keys of its own row from its document's first token to
+/// itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    pub shape: AttentionShape,
+    /// `[tokens, (heads + 2·kv_heads)·head_dim]`: all queries, then all keys, then all values of a token.
+    pub qkv: &'a Buffer,
+    /// i32 per token: index within its row of the first token of its document. None: one document a row.
+    pub document_start: Option<&'a Buffer>,
+    /// `[tokens, heads·head_dim]`
+    pub out: &'a Buffer,
+    /// f32 `[rows, heads, seq]`: log of the sum of exponentials of the scaled scores (natural log).
+    pub lse: &'a Buffer,
+    /// Bytes of [`crate::Profile::attention_scratch`].
+    pub scratch: &'a Buffer,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGrad<'a> {
+    pub shape: AttentionShape,
+    pub qkv: &'a Buffer,
+    pub document_start: Option<&'a Buffer>,
+    pub out: &'a Buffer,
+    pub lse: &'a Buffer,
+    pub dout: &'a Buffer,
+    /// Laid out as `qkv`; every element is written.
+    pub dqkv: &'a Buffer,
+    /// Bytes of [`crate::Profile::attention_grad_scratch`].
+    pub scratch: &'a Buffer,
+}
+
+/// `out = silu(gate) · up` with gate ‖ up side by side in each row of `2·cols`.
+#[derive(Clone, Copy, Debug)]
+pub struct Swiglu<'a> {
+    pub gate_up: &'a Buffer,
+    pub out: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct SwigluGrad<'a> {
+    pub gate_up: &'a Buffer,
+    pub dout: &'a Buffer,
+    /// May be `gate_up` itself.
+    pub dgate_up: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+/// Per-row cross-entropy; optionally turns the logits into their gradient in place.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropy<'a> {
+    /// `rows` rows of `vocab` values, `stride` apart.
+    pub logits: &'a Buffer,
+    /// i32; a negative label is ignored: its loss and gradient are zero.
+    pub labels: &'a Buffer,
+    /// f32, one per row.
+    pub losses: &'a Buffer,
+    /// With a seed (one f32 on the device), logits become `(softmax − onehot) · seed`; without, they stay.
+    pub seed: Option<&'a Buffer>,
+    pub rows: usize,
+    pub vocab: usize,
+    pub stride: usize,
+}
+
+/// Scalars of one AdamW step, computed in f64 and rounded once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWScalars {
+    /// 1 − lr·weight_decay
+    pub keep: f32,
+    pub one_minus_beta1: f32,
+    pub beta2: f32,
+    pub one_minus_beta2: f32,
+    /// sqrt(1 − β2^t)
+    pub bias2_sqrt: f32,
+    pub eps: f32,
+    /// −lr / (1 − β1^t)
+    pub step_size: f32,
+}
+
+/// One AdamW step over a flat range:
+/// ```text
+/// g  = grad · clip
+/// p  = p · keep
+/// m  = fma(1−β1, g − m, m)
+/// v  = v · β2; v = fma((1−β2)·g, g, v)
+/// p += (step_size · m) / (sqrt(v) / bias2_sqrt + eps)
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW<'a> {
+    pub master: &'a Buffer,
+    pub moment1: &'a Buffer,
+    pub moment2: &'a Buffer,
+    pub grad: &'a Buffer,
+    /// One f32 on the device: the factor on every gradient.
+    pub clip: &'a Buffer,
+    /// Where the next step's compute weights go, when they are not the master itself.
+    pub compute: Option<&'a Buffer>,
+    pub scalars: AdamWScalars,
+}
+
+/// What a step computes with. Implemented once per device.
+pub trait Kernels {
+    fn gemm(&self, stream: &Stream, args: &Gemm<'_>) -> Result<()>;
+
+    fn embedding(&self, stream: &Stream, args: &Embedding<'_>) -> Result<()>;
+    fn embedding_grad(&self, stream: &Stream, args: &EmbeddingGrad<'_>) -> Result<()>;
+
+    fn rms_norm(&self, stream: &Stream, args: &RmsNorm<'_>) -> Result<()>;
+    fn rms_norm_grad(&self, stream: &Stream, args: &RmsNormGrad<'_>) -> Result<()>;
+
+    fn rope(&self, stream: &Stream, args: &Rope<'_>) -> Result<()>;
+
+    fn attention(&self, stream: &Stream, args: &Attention<'_>) -> Result<()>;
+    fn attention_grad(&self, stream: &Stream, args: &AttentionGrad<'_>) -> Result<()>;
+
+    fn swiglu(&self, stream: &Stream, args: &Swiglu<'_>) -> Result<()>;
+    fn swiglu_grad(&self, stream: &Stream, args: &SwigluGrad<'_>) -> Result<()>;
+
+    fn cross_entropy(&self, stream: &Stream, args: &CrossEntropy<'_>) -> Result<()>;
+
+    fn adamw(&self, stream: &Stream, args: &AdamW<'_>) -> Result<()>;
+
+    /// Every element becomes `value` (floats only; rounded to the dtype).
+    fn fill(&self, stream: &Stream, dst: &Buffer, value: f32) -> Result<()>;
+
+    /// Bytes from `src` to `dst`, of the same dtype and length, not overlapping.
+    fn copy(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    /// Element by element to another float dtype, rounding to nearest even.
+    fn cast(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    /// dst += src, element by element, computed in f32 and rounded once to `dst`'s dtype. Lengths are equal.
+    fn add(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    /// out[0] = Σ x (x f32; out one f32), plus what is there when `accumulate`. `scratch`: f32 of
+    /// [`crate::Profile::sum_scratch`].
+    fn sum(&self, stream: &Stream, x: &Buffer, out: &Buffer, scratch: &Buffer, accumulate: bool) -> Result<()>;
+
+    /// out[0] = Σ x² (x of any float dtype; out one f32), plus what is there when `accumulate`.
+    fn sum_squares(
+        &self,
+        stream: &Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()>;
+
+    /// dst[i] = 1 / src[i], and 0 where src[i] is 0 (f32).
+    fn reciprocal(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    /// out = [norm, clip] (two f32) with norm = sqrt(sum_squares[0]) and clip = min(1, max_norm / (norm +
+    /// 1e-6)), or clip = 1 when `max_norm` is 0.
+    fn clip_scale(&self, stream: &Stream, sum_squares: &Buffer, max_norm: f32, out: &Buffer) -> Result<()>;
+}

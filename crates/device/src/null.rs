@@ -1,0 +1,129 @@
+//! A device that counts bytes and computes nothing. The memory plan is made by running a step on it.
+
+use crate::{
+    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad, Gemm, Kernels,
+    Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu, SwigluGrad,
+};
+use std::sync::Arc;
+
+/// Stands in for a device of the given profile.
+#[derive(Debug)]
+pub struct Null {
+    profile: Profile,
+}
+
+impl Null {
+    pub fn new(profile: Profile) -> Self {
+        Null { profile }
+    }
+}
+
+/// Bytes that are nowhere.
+#[derive(Debug)]
+struct Nowhere {
+    bytes: usize,
+}
+
+impl Memory for Nowhere {
+    fn address(&self) -> usize {
+        0
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Device for Null {
+    fn profile(&self) -> Profile {
+        self.profile
+    }
+
+    fn name(&self) -> String {
+        format!("null ({})", self.profile.name())
+    }
+
+    fn alloc(&self, bytes: usize, _what: &str) -> Result<Arc<dyn Memory>> {
+        Ok(Arc::new(Nowhere { bytes }))
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        MemoryUse::default()
+    }
+
+    fn measured_bytes(&self) -> Option<usize> {
+        None
+    }
+
+    fn stream(&self, _name: &str, _role: Role) -> Result<Stream> {
+        Ok(Stream::Null)
+    }
+
+    fn write(&self, _stream: &Stream, _src: &[u8], _dst: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn read(&self, _stream: &Stream, _src: &Buffer, dst: &mut [u8]) -> Result<()> {
+        dst.fill(0);
+        Ok(())
+    }
+}
+
+macro_rules! nothing {
+    ($($kernel:ident($args:ty)),* $(,)?) => {
+        $(fn $kernel(&self, _stream: &Stream, _args: &$args) -> Result<()> { Ok(()) })*
+    };
+}
+
+impl Kernels for Null {
+    nothing!(
+        embedding(Embedding<'_>),
+        embedding_grad(EmbeddingGrad<'_>),
+        rms_norm(RmsNorm<'_>),
+        rms_norm_grad(RmsNormGrad<'_>),
+        rope(Rope<'_>),
+        attention(Attention<'_>),
+        attention_grad(AttentionGrad<'_>),
+        swiglu(Swiglu<'_>),
+        swiglu_grad(SwigluGrad<'_>),
+        cross_entropy(CrossEntropy<'_>),
+        adamw(AdamW<'_>),
+    );
+
+    /// Shapes are still checked: a model that does not fit together fails in the plan.
+    fn gemm(&self, _stream: &Stream, args: &Gemm<'_>) -> Result<()> {
+        args.check().map(drop)
+    }
+
+    fn fill(&self, _: &Stream, _: &Buffer, _: f32) -> Result<()> {
+        Ok(())
+    }
+
+    fn copy(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn cast(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn add(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn sum(&self, _: &Stream, _: &Buffer, _: &Buffer, _: &Buffer, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn sum_squares(&self, _: &Stream, _: &Buffer, _: &Buffer, _: &Buffer, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn reciprocal(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn clip_scale(&self, _: &Stream, _: &Buffer, _: f32, _: &Buffer) -> Result<()> {
+        Ok(())
+    }
+}
