@@ -1,4 +1,4 @@
-use crate::Result;
+use crate::{Error, Result};
 use device::{Buffer, Stream};
 use std::fmt;
 
@@ -33,4 +33,37 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// Every rank's bytes, in rank order: a small host-side all-gather for agreeing on things. Blocks; also
     /// serves as a barrier.
     fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>>;
+}
+
+/// Fails unless `whole` is `size` parts like `part`, and they overlap at most where `part` is this rank's own.
+pub(crate) fn check_parts(
+    op: &'static str,
+    what: &str,
+    part: &Buffer,
+    whole: &Buffer,
+    group: &dyn Group,
+) -> Result<()> {
+    let (rank, size) = (group.rank(), group.size());
+    if part.dtype() != whole.dtype() {
+        let (expected, found) = (whole.dtype(), part.dtype());
+        return Err(device::Error::WrongDtype { op, expected, found }.into());
+    }
+    if part.len().checked_mul(size) != Some(whole.len()) {
+        let what = format!("{what}: {} elements are not {size} parts of {}", whole.len(), part.len());
+        return Err(Error::Argument { op, what });
+    }
+    let own = whole.address() + rank * part.num_bytes();
+    if part.overlaps(whole) && part.address() != own {
+        let what = format!("{what}: the part overlaps the whole, but not as the part of rank {rank}");
+        return Err(Error::Argument { op, what });
+    }
+    Ok(())
+}
+
+pub(crate) fn check_root(what: &str, root: usize, group: &dyn Group) -> Result<()> {
+    if root < group.size() {
+        return Ok(());
+    }
+    let what = format!("{what}: there is no rank {root} in a group of {}", group.size());
+    Err(Error::Argument { op: "broadcast", what })
 }

@@ -3,9 +3,15 @@
 //! A [`Group`] moves bare device buffers between ranks, on streams: a collective is issued like a kernel and
 //! runs in its stream's order, so what is in flight is simply what an [`device::Event`] has not reached yet.
 //! Every rank of a group issues the same collectives in the same order.
+//!
+//! [`Solo`] is a group of one, [`local`] one of threads in this process.
 
 mod error;
 mod group;
+pub mod local;
+mod reduce;
+mod solo;
 
 pub use error::{Error, Result};
 pub use group::{Group, Reduction};
+pub use solo::Solo;

@@ -65,7 +65,7 @@ pub fn rms_norm_grad(stream: &Stream, args: &RmsNormGrad<'_>) -> Result<()> {
     }
     check::buffer(OP, "weight", weight, dtype, cols)?;
     check::buffer(OP, "rstd", rstd, Dtype::F32, rows)?;
-    check::dtype_or_f32(OP, "dweight", dweight, dtype, cols)?;
+    dweight.map_or(Ok(()), |dweight| check::dtype_or_f32(OP, "dweight", dweight, dtype, cols))?;
     check::buffer(OP, "scratch", scratch, Dtype::F32, cols)?;
     check::stream(OP, stream)?.run(|| {
         // SAFETY: scratch is this kernel's alone while it runs.
@@ -83,6 +83,7 @@ pub fn rms_norm_grad(stream: &Stream, args: &RmsNormGrad<'_>) -> Result<()> {
                 grad_row(row, dout_row, w, scale[0], dw, residual);
                 store_to(dx, start, residual)?;
             }
+            let Some(dweight) = dweight else { return Ok(()) };
             if accumulate {
                 load_from(dweight, 0, w)?;
                 add_assign(dw, w);

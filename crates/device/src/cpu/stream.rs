@@ -59,7 +59,7 @@ impl Event {
 }
 
 impl Stream {
-    pub(crate) fn new(name: &str, role: Role) -> Result<Self> {
+    pub fn new(name: &str, role: Role) -> Result<Self> {
         let failed = Arc::new(Mutex::new(None));
         let queue = match role {
             Role::Compute => None,

@@ -1,0 +1,10 @@
+//! One safetensors file: a length, a JSON header of names, and bytes.
+
+mod header;
+mod read;
+mod write;
+
+pub use header::{MAX_HEADER_BYTES, TensorInfo};
+pub use read::File;
+pub(crate) use write::write_whole;
+pub use write::{Layout, Writer};
