@@ -1,1 +1,19 @@
+//! Fully sharded training: run configuration, data, trainer and launcher; the library beneath is re-exported.
+#![forbid(unsafe_code)]
 
+pub use {checkpoint, comm, device, fsdp, tensor};
+
+pub mod data;
+mod error;
+pub mod metrics;
+mod ranks;
+pub mod run;
+mod save;
+mod show;
+pub mod source;
+mod train;
+
+pub use error::{Error, Result};
+pub use run::Run;
+pub use show::plan;
+pub use train::train;

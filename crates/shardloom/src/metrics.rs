@@ -1,0 +1,107 @@
+//! What a step came to, and where that goes.
+
+use crate::{Error, Result};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::Instant;
+
+/// One line of metrics.jsonl.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepDone {
+    pub step: u64,
+    pub loss: f64,
+    pub grad_norm: f64,
+    pub lr: f64,
+    /// Of the step, over all ranks.
+    pub tokens: usize,
+    pub tokens_per_s: f64,
+    pub step_ms: f64,
+    /// Device memory of rank 0.
+    pub peak_bytes: usize,
+}
+
+/// Something that wants to hear of steps.
+pub trait Sink {
+    fn step(&mut self, event: &StepDone) -> Result<()>;
+
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// `metrics.jsonl`: one object a step.
+#[derive(Debug)]
+pub struct Jsonl {
+    file: File,
+    path: std::path::PathBuf,
+}
+
+impl Jsonl {
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|e| Error::file(path, e))?;
+        Ok(Jsonl { file, path: path.to_path_buf() })
+    }
+}
+
+impl Sink for Jsonl {
+    fn step(&mut self, event: &StepDone) -> Result<()> {
+        let mut line = serde_json::to_vec(event).map_err(|e| Error::file(&self.path, e))?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(|e| Error::file(&self.path, e))
+    }
+}
+
+/// A line on standard error: rewritten in place on a terminal, one per step elsewhere.
+#[derive(Debug)]
+pub struct Progress {
+    steps: u64,
+    start: Instant,
+    done: u64,
+    in_place: bool,
+}
+
+impl Progress {
+    pub fn new(steps: u64) -> Self {
+        Progress { steps, start: Instant::now(), done: 0, in_place: std::io::stderr().is_terminal() }
+    }
+}
+
+impl Sink for Progress {
+    fn step(&mut self, event: &StepDone) -> Result<()> {
+        self.done += 1;
+        let left = self.start.elapsed().as_secs_f64() / self.done as f64 * (self.steps - event.step) as f64;
+        let line = format!(
+            "step {}/{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.0} tokens/s  {} left",
+            event.step,
+            self.steps,
+            event.loss,
+            event.grad_norm,
+            event.lr,
+            event.tokens_per_s,
+            clock(left)
+        );
+        let mut err = std::io::stderr().lock();
+        // A closed standard error is no reason to stop training.
+        let _ = if self.in_place { write!(err, "\r\x1b[2K{line}") } else { writeln!(err, "{line}") };
+        let _ = err.flush();
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if self.in_place {
+            let _ = writeln!(std::io::stderr());
+        }
+        Ok(())
+    }
+}
+
+fn clock(seconds: f64) -> String {
+    let s = seconds.round() as u64;
+    if s >= 3600 {
+        format!("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60)
+    } else {
+        format!("{}:{:02}", s / 60, s % 60)
+    }
+}

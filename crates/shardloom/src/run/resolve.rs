@@ -1,0 +1,299 @@
+//! From the file's words to a [`Run`] in which every value has been checked.
+
+use super::raw::{self, Raw};
+use crate::{Error, Result};
+use device::Dtype;
+use fsdp::{Precision, Strategy, Wrap};
+use std::path::PathBuf;
+use std::time::Duration;
+use tensor::models::Config;
+use tensor::optim::{AdamW, Decay};
+
+/// Where a model's weights come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelSource {
+    /// A Hugging Face folder.
+    Folder(PathBuf),
+    Seed(u64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Shape {
+    Constant,
+    Linear,
+    Cosine,
+}
+
+/// The learning rate as a function of the step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LrSchedule {
+    shape: Shape,
+    peak: f64,
+    min: f64,
+    warmup: u64,
+    steps: u64,
+}
+
+impl LrSchedule {
+    /// The rate of step `step`, from 1.
+    pub fn lr(&self, step: u64) -> f64 {
+        if step <= self.warmup {
+            return self.peak * step as f64 / self.warmup as f64;
+        }
+        let span = self.steps.saturating_sub(self.warmup).max(1) as f64;
+        let progress = ((step - self.warmup - 1) as f64 / span).min(1.0);
+        let share = match self.shape {
+            Shape::Constant => return self.peak,
+            Shape::Linear => 1.0 - progress,
+            Shape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+        };
+        self.min + (self.peak - self.min) * share
+    }
+}
+
+/// A resolved run.
+#[derive(Clone, Debug)]
+pub struct Run {
+    pub source: ModelSource,
+    pub config: Config,
+    /// The text of the model's config.json, as it goes into the final folder.
+    pub config_text: String,
+    pub batches: PathBuf,
+    /// Tokens of a row, where the file is to be held to it.
+    pub seq_len: Option<usize>,
+    pub steps: u64,
+    pub global_batch: usize,
+    pub micro_batch: usize,
+    pub clip_norm: f32,
+    pub adamw: AdamW,
+    pub lr: LrSchedule,
+    pub precision: Precision,
+    pub strategy: Strategy,
+    pub wrap: Wrap,
+    pub prefetch: usize,
+    pub device: DeviceChoice,
+    pub timeout: Duration,
+    pub output: PathBuf,
+    pub log_every: u64,
+    pub progress: bool,
+    pub jsonl: bool,
+}
+
+fn wrong<T>(what: impl Into<String>) -> Result<T> {
+    Err(Error::Config(what.into()))
+}
+
+/// For a key whose only supported value so far is the given one.
+fn only<T: PartialEq + std::fmt::Debug>(key: &str, value: T, supported: T) -> Result<()> {
+    if value == supported {
+        return Ok(());
+    }
+    wrong(format!("{key} = {value:?} is not supported yet; leave it out or set it to {supported:?}"))
+}
+
+/// One of several words, each with what it means.
+fn choose<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
+    if let Some((_, meaning)) = choices.iter().find(|(word, _)| *word == value) {
+        return Ok(*meaning);
+    }
+    let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
+    wrong(format!("{key} = \"{value}\" is unknown; it is one of: {}", words.join(", ")))
+}
+
+impl Run {
+    pub(super) fn resolve(raw: Raw) -> Result<Run> {
+        check_unsupported(&raw)?;
+        let (source, config_text) = model(&raw.model)?;
+        let config = Config::parse(&config_text)?;
+        let steps = match (raw.train.steps, raw.train.epochs) {
+            (Some(steps), None) if steps > 0 => steps,
+            (Some(_), None) => return wrong("train.steps must be at least 1"),
+            _ => {
+                return wrong(
+                    "train.steps is needed (train.epochs is not supported for data.kind = \"batches\")",
+                );
+            }
+        };
+        let Some(batches) = raw.data.path.map(PathBuf::from) else {
+            return wrong("data.path is needed: a safetensors file with input_ids and labels");
+        };
+        let micro_batch = raw.train.micro_batch.unwrap_or(0);
+        if raw.train.global_batch == 0 || raw.train.micro_batch == Some(0) {
+            return wrong("train.global_batch and train.micro_batch must be at least 1");
+        }
+        if !(raw.train.clip_norm >= 0.0 && raw.train.clip_norm.is_finite()) {
+            return wrong(format!("train.clip_norm = {} must be 0 (off) or positive", raw.train.clip_norm));
+        }
+        if !(raw.device.timeout_s > 0.0 && raw.device.timeout_s < 1e9) {
+            return wrong(format!("device.timeout_s = {} must be positive", raw.device.timeout_s));
+        }
+        Ok(Run {
+            source,
+            config,
+            config_text,
+            batches,
+            seq_len: raw.data.seq_len,
+            steps,
+            global_batch: raw.train.global_batch,
+            micro_batch,
+            clip_norm: raw.train.clip_norm as f32,
+            adamw: adamw(&raw.optimizer)?,
+            lr: lr_schedule(&raw.optimizer, &raw.schedule, steps)?,
+            precision: precision(&raw.precision, &raw.optimizer)?,
+            strategy: strategy(&raw.shard.strategy)?,
+            wrap: wrap(raw.shard.wrap)?,
+            prefetch: raw.shard.prefetch,
+            device: choose(
+                "device.kind",
+                &raw.device.kind,
+                &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda", DeviceChoice::Cuda)],
+            )?,
+            timeout: Duration::from_secs_f64(raw.device.timeout_s),
+            output: raw.output.dir.into(),
+            log_every: raw.log.every.max(1),
+            progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
+            jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+        })
+    }
+
+    /// Micro-batches each rank sees in a step.
+    pub fn micro_batches(&self, ranks: usize) -> Result<(usize, usize)> {
+        let per_rank = self.global_batch / ranks;
+        if per_rank * ranks != self.global_batch || per_rank == 0 {
+            return wrong(format!(
+                "train.global_batch = {} does not divide over {ranks} ranks",
+                self.global_batch
+            ));
+        }
+        let micro = if self.micro_batch == 0 { per_rank } else { self.micro_batch };
+        if !per_rank.is_multiple_of(micro) {
+            return wrong(format!(
+                "train.global_batch = {} over {ranks} ranks is {per_rank} rows a rank, not a multiple of \
+                 train.micro_batch = {micro}",
+                self.global_batch
+            ));
+        }
+        Ok((per_rank / micro, micro))
+    }
+}
+
+/// What the file may say one day and may not yet: refused, never ignored.
+fn check_unsupported(raw: &Raw) -> Result<()> {
+    only("data.kind", raw.data.kind.as_str(), "batches")?;
+    // Nothing is random in a run over ready-made batches, so any seed is honoured.
+    let _ = (raw.data.seed, raw.train.seed);
+    only("data.pack", raw.data.pack.unwrap_or(false), false)?;
+    only("model.freeze", raw.model.freeze.len(), 0)?;
+    only("train.accumulate", raw.train.accumulate.as_str(), "sharded")?;
+    only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
+    only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
+    only("shard.replicate", raw.shard.replicate, 1)?;
+    only("shard.tensor", raw.shard.tensor, 1)?;
+    only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
+    only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
+    only("shard.unit", raw.shard.unit.len(), 0)?;
+    only("recompute.mode", raw.recompute.mode.as_str(), "none")?;
+    only("device.deterministic", raw.device.deterministic, false)?;
+    only("checkpoint.every", raw.checkpoint.every, 0)?;
+    only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
+    choose("device.group", &raw.device.group, &[("auto", ()), ("local", ()), ("nccl", ())])?;
+    for sink in &raw.log.sinks {
+        choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
+    }
+    Ok(())
+}
+
+fn model(raw: &raw::Model) -> Result<(ModelSource, String)> {
+    match (&raw.path, &raw.config) {
+        (Some(path), None) => {
+            let path = PathBuf::from(path);
+            let file = path.join("config.json");
+            let text = std::fs::read_to_string(&file).map_err(|e| Error::file(&file, e))?;
+            Ok((ModelSource::Folder(path), text))
+        }
+        (None, Some(config)) => {
+            let text = match config {
+                toml::Value::String(path) => {
+                    std::fs::read_to_string(path).map_err(|e| Error::file(path, e))?
+                }
+                table => serde_json::to_string_pretty(table).map_err(|e| Error::Config(e.to_string()))?,
+            };
+            Ok((ModelSource::Seed(raw.init_seed.unwrap_or(0)), text))
+        }
+        _ => wrong("model: give either path (a Hugging Face folder) or config (with init_seed)"),
+    }
+}
+
+fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
+    if !(raw.lr >= 0.0 && raw.lr.is_finite()) {
+        return wrong(format!("optimizer.lr = {} must not be negative", raw.lr));
+    }
+    if raw.betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
+        return wrong(format!("optimizer.betas = {:?} must lie in 0..1", raw.betas));
+    }
+    if !(raw.eps > 0.0) || !(raw.weight_decay >= 0.0) {
+        return wrong("optimizer.eps must be positive, optimizer.weight_decay not negative");
+    }
+    let decay = choose("optimizer.decay", &raw.decay, &[("all", Decay::All), ("matrices", Decay::Matrices)])?;
+    Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
+}
+
+fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule, steps: u64) -> Result<LrSchedule> {
+    let shapes = [("constant", Shape::Constant), ("linear", Shape::Linear), ("cosine", Shape::Cosine)];
+    let shape = choose("schedule.kind", &raw.kind, &shapes)?;
+    if !(raw.min_lr >= 0.0) || raw.min_lr > optimizer.lr {
+        return wrong(format!("schedule.min_lr = {} must lie in 0..optimizer.lr", raw.min_lr));
+    }
+    Ok(LrSchedule { shape, peak: optimizer.lr, min: raw.min_lr, warmup: raw.warmup_steps, steps })
+}
+
+fn precision(raw: &raw::Precision, optimizer: &raw::Optimizer) -> Result<Precision> {
+    let both = [("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
+    Ok(Precision {
+        compute: choose("precision.compute", &raw.compute, &both)?,
+        reduce: choose("precision.reduce", &raw.reduce, &both)?,
+        master: choose("precision.master", &raw.master, &both)?,
+        grad: choose("precision.grad", &raw.grad, &both)?,
+        moments: choose("optimizer.state", &optimizer.state, &both)?,
+    })
+}
+
+fn strategy(word: &str) -> Result<Strategy> {
+    choose(
+        "shard.strategy",
+        word,
+        &[
+            ("full", Strategy::Full),
+            ("grad", Strategy::Grad),
+            ("none", Strategy::None),
+            ("FULL_SHARD", Strategy::Full),
+            ("SHARD_GRAD_OP", Strategy::Grad),
+            ("NO_SHARD", Strategy::None),
+        ],
+    )
+}
+
+fn wrap(raw: raw::Wrap) -> Result<Wrap> {
+    Ok(match raw {
+        raw::Wrap::MinParams { min_params } => Wrap::MinParams(min_params),
+        raw::Wrap::Kinds { kinds } => Wrap::Kinds(kinds),
+        raw::Wrap::Name(word) => return choose_wrap(&word),
+    })
+}
+
+fn choose_wrap(word: &str) -> Result<Wrap> {
+    match word {
+        "layer" => Ok(Wrap::Layer),
+        "none" => Ok(Wrap::None),
+        _ => wrong(format!(
+            "shard.wrap = \"{word}\" is unknown; it is layer, none, a table with min_params or one with kinds"
+        )),
+    }
+}
