@@ -16,4 +16,4 @@ mod train;
 pub use error::{Error, Result};
 pub use run::Run;
 pub use show::plan;
-pub use train::train;
+pub use train::{make_plan, train};

@@ -19,6 +19,11 @@ pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
     ranks::on_threads(run, num_ranks, |seat| job.rank(seat))
 }
 
+/// The plan of a run on `num_ranks` ranks of such devices. Allocates nothing.
+pub fn make_plan(run: &Run, num_ranks: usize, profile: Profile) -> Result<Plan> {
+    Job::new(run, num_ranks)?.plan(profile)
+}
+
 /// What all ranks of a run share.
 #[derive(Debug)]
 pub(crate) struct Job<'a> {

@@ -1,0 +1,173 @@
+//! Schedules alone, with no device: the rules a step's order must keep, for many shapes.
+
+use fsdp::{Action, Field, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
+use std::collections::BTreeSet;
+use tensor::Model;
+use tensor::models::{Config, build};
+
+fn model(layers: usize, tied: bool) -> Model {
+    let text = format!(
+        r#"{{"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": {layers}, "num_attention_heads": 4, "tie_word_embeddings": {tied}}}"#
+    );
+    build(&Config::parse(&text).unwrap(), 16).unwrap()
+}
+
+fn settings(ranks: usize, strategy: Strategy, wrap: Wrap, prefetch: usize) -> Settings {
+    Settings {
+        ranks,
+        strategy,
+        wrap,
+        prefetch,
+        precision: Precision::F32,
+        fields: Field::tokens(2, 16),
+        micro_batches: 3,
+        loss_chunk: 8,
+    }
+}
+
+/// What a walk through a schedule may never do, and what it must have done at its end.
+fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
+    let sharded = settings.is_sharded();
+    let units = layout.units.len();
+    let mut gathered = BTreeSet::new();
+    let mut most_gathered = 0;
+    let (mut forwards, mut backwards) = (vec![], vec![]);
+    let (mut reduced, mut settled, mut updated) = (vec![], vec![], vec![]);
+    let mut in_flight = BTreeSet::new();
+    for action in &schedule.actions {
+        let needs = |unit: &usize| layout.units[*unit].needs.clone();
+        if let Action::Forward(unit) | Action::Turn(unit) | Action::Backward(unit) = action {
+            assert!(!sharded || needs(unit).is_subset(&gathered), "{action:?} without its weights");
+            assert!(needs(unit).iter().all(|need| !reduced.contains(need)), "{action:?} after its reduce");
+        }
+        match action {
+            Action::Gather(unit) => assert!(gathered.insert(*unit), "unit {unit} gathered twice"),
+            Action::Free(unit) => assert!(gathered.remove(unit), "unit {unit} freed, but not gathered"),
+            Action::Forward(unit) => forwards.push(*unit),
+            Action::Turn(unit) => (forwards.push(*unit), backwards.push(*unit)).0,
+            Action::Backward(unit) => backwards.push(*unit),
+            Action::Reduce(unit) => {
+                reduced.push(*unit);
+                in_flight.insert(*unit);
+                assert!(in_flight.len() <= 2, "more gradient slots than planned");
+            }
+            Action::Settle(unit) => {
+                assert!(in_flight.remove(unit), "unit {unit} settled, but not in flight");
+                settled.push(*unit);
+            }
+            Action::Norm => assert!(in_flight.is_empty(), "the norm before all gradients are there"),
+            Action::Update(unit) => updated.push(*unit),
+            Action::Count => assert!(forwards.is_empty(), "targets are counted before the forward"),
+        }
+        most_gathered = most_gathered.max(gathered.len());
+    }
+    let all: Vec<usize> = (0..units).collect();
+    assert!(gathered.is_empty(), "left gathered: {gathered:?}");
+    assert_eq!(forwards, all);
+    assert_eq!(backwards, all.iter().rev().copied().collect::<Vec<_>>());
+    let reduces = settings.ranks > 1 && (sharded || schedule.part.ends());
+    let sorted = |mut list: Vec<usize>| {
+        list.sort();
+        list
+    };
+    assert_eq!(sorted(reduced), if reduces { all.clone() } else { vec![] }, "each gradient once");
+    assert_eq!(sorted(settled), if reduces { all.clone() } else { vec![] });
+    assert_eq!(updated, if schedule.part.ends() { all } else { vec![] });
+    assert_eq!(schedule.actions[0] == Action::Count, schedule.part.begins());
+    if settings.strategy == Strategy::Full {
+        // A position may need a tied unit beside its own.
+        let tied = layout.units.iter().any(|unit| unit.needs.len() > 1) as usize;
+        let bound = (1 + settings.prefetch + tied).min(units);
+        assert!(most_gathered <= bound, "{most_gathered} gathered where {bound} suffice");
+    }
+}
+
+#[test]
+fn every_schedule_keeps_the_rules() {
+    let mut count = 0;
+    for layers in [1, 2, 3, 7] {
+        for tied in [false, true] {
+            let model = model(layers, tied);
+            for wrap in [Wrap::Layer, Wrap::None, Wrap::MinParams(9000), Wrap::Kinds(vec!["Head".into()])] {
+                for strategy in [Strategy::Full, Strategy::Grad, Strategy::None] {
+                    for (ranks, prefetch) in [(1, 1), (2, 0), (2, 1), (3, 2), (8, 5)] {
+                        let settings = settings(ranks, strategy, wrap.clone(), prefetch);
+                        let layout = Layout::new(&model, &settings).unwrap();
+                        for part in [Part::Only, Part::First, Part::Middle, Part::Last] {
+                            check(&layout, &settings, &Schedule::new(&layout, &settings, part));
+                            count += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 4);
+}
+
+#[test]
+fn a_small_schedule_reads_as_it_should() {
+    use Action::*;
+    let model = model(1, true);
+    let settings = settings(2, Strategy::Full, Wrap::Layer, 1);
+    let layout = Layout::new(&model, &settings).unwrap();
+    // Units: 0 embedding, 1 layer, 2 norm and tied head (which needs 0 too).
+    let expected = [
+        Count,
+        Gather(0),
+        Gather(1),
+        Forward(0),
+        // The head is next but one, and needs the embedding: it stays.
+        Gather(2),
+        Forward(1),
+        Turn(2),
+        Free(2),
+        Reduce(2),
+        Backward(1),
+        Free(1),
+        Reduce(1),
+        Settle(2),
+        Backward(0),
+        Free(0),
+        Reduce(0),
+        Settle(1),
+        Settle(0),
+        Norm,
+        Update(0),
+        Update(1),
+        Update(2),
+    ];
+    assert_eq!(Schedule::new(&layout, &settings, Part::Only).actions, expected);
+}
+
+#[test]
+fn every_element_of_every_weight_is_owned_once() {
+    for (ranks, tied) in [(1, false), (2, true), (3, false), (5, true), (64, false)] {
+        let model = model(2, tied);
+        let settings = settings(ranks, Strategy::Full, Wrap::Layer, 1);
+        let layout = Layout::new(&model, &settings).unwrap();
+        for spec in model.items.iter().flat_map(|item| &item.members) {
+            let mut owners = vec![0; spec.shape.numel()];
+            for (unit, rank) in (0..layout.units.len()).flat_map(|u| (0..ranks).map(move |r| (u, r))) {
+                let pieces = layout.pieces(&model, unit, rank);
+                for piece in pieces.iter().filter(|piece| piece.name == spec.name) {
+                    owners[piece.start..piece.start + piece.len].iter_mut().for_each(|count| *count += 1);
+                }
+            }
+            assert!(owners.iter().all(|count| *count == 1), "{} with {ranks} ranks", spec.name);
+        }
+        for unit in 0..layout.units.len() {
+            let spanned: usize =
+                (0..ranks).flat_map(|rank| layout.spans(unit, rank)).map(|span| span.len).sum();
+            assert_eq!(spanned, layout.units[unit].places.iter().map(|place| place.len).sum::<usize>());
+        }
+    }
+}
+
+#[test]
+fn a_wrap_policy_that_matches_nothing_says_which_kinds_there_are() {
+    let wrap = Wrap::Kinds(vec!["LlamaDecoderLayr".into()]);
+    let error = wrap.units(&model(1, false)).unwrap_err().to_string();
+    assert!(error.contains("LlamaDecoderLayr") && error.contains("LlamaDecoderLayer"), "{error}");
+}

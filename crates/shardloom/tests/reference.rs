@@ -1,0 +1,191 @@
+//! Training against PyTorch's curves on the reference folders, by the same path `shardloom train` takes.
+
+use serde_json::Value;
+use shardloom::Run;
+use std::path::{Path, PathBuf};
+
+/// Relative bounds on every step's loss and gradient norm.
+const LOSS: f64 = 2e-5;
+const NORM: f64 = 1e-4;
+
+fn reference(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference").join(case)
+}
+
+fn read_json(path: PathBuf) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+/// Trains a case in a folder of its own and returns (losses, norms, peaks) of its metrics.
+fn train(case: &str, ranks: usize, set: &[&str], out: &Path) -> [Vec<f64>; 3] {
+    let dir = reference(case);
+    let text = format!(
+        r#"
+        [model]
+        path = "{dir}"
+        [data]
+        kind = "batches"
+        path = "{dir}/io.safetensors"
+        [train]
+        steps = 12
+        global_batch = 4
+        [optimizer]
+        lr = 1e-3
+        weight_decay = 0.1
+        decay = "all"
+        [device]
+        kind = "cpu"
+        timeout_s = 60
+        [output]
+        dir = "{out}"
+        [log]
+        sinks = ["jsonl"]
+        "#,
+        dir = dir.display(),
+        out = out.display()
+    );
+    let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+    shardloom::train(&Run::parse(&text, &set).unwrap(), ranks).unwrap();
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    ["loss", "grad_norm", "peak_bytes"]
+        .map(|key| lines.iter().map(|line| line[key].as_f64().unwrap()).collect())
+}
+
+fn assert_close(what: &str, ours: &[f64], theirs: &[f64], bound: f64) {
+    assert_eq!(ours.len(), theirs.len());
+    for (step, (a, b)) in ours.iter().zip(theirs).enumerate() {
+        assert!((a / b - 1.0).abs() <= bound, "{what}, step {}: {a} against {b}", step + 1);
+    }
+}
+
+fn against_pytorch(case: &str, curve: &str, ranks: usize, set: &[&str]) {
+    let out = tempfile::tempdir().unwrap();
+    let [losses, norms, _] = train(case, ranks, set, out.path());
+    let curve = &read_json(reference(case).join("curve.json"))["curves"][curve];
+    let what = format!("{case}, {ranks} ranks, {set:?}");
+    assert_close(&format!("{what}: loss"), &losses, &numbers(&curve["loss"]), LOSS);
+    assert_close(&format!("{what}: norm"), &norms, &numbers(&curve["grad_norm"]), NORM);
+}
+
+#[test]
+fn one_rank_follows_pytorch() {
+    for case in ["llama3", "llama31-tied"] {
+        against_pytorch(case, "clip1", 1, &["shard.strategy=full"]);
+        against_pytorch(case, "clip1", 1, &["shard.strategy=none"]);
+        against_pytorch(case, "plain", 1, &["train.clip_norm=0"]);
+    }
+}
+
+#[test]
+fn two_ranks_follow_pytorch_with_every_strategy() {
+    for case in ["llama3", "llama31-tied"] {
+        for strategy in ["full", "grad", "none"] {
+            against_pytorch(case, "clip1", 2, &[&format!("shard.strategy={strategy}")]);
+        }
+    }
+}
+
+#[test]
+fn four_ranks_and_other_units_follow_pytorch() {
+    for set in ["shard.wrap=none", "shard.prefetch=0", "shard.prefetch=3", "shard.wrap={min_params=60000}"] {
+        against_pytorch("llama31-tied", "clip1", 4, &[set]);
+    }
+}
+
+#[test]
+fn micro_batches_add_up_to_the_batch() {
+    for (ranks, strategy) in [(1, "full"), (2, "full"), (2, "grad"), (2, "none")] {
+        for case in ["llama3", "llama31-tied"] {
+            let set = ["train.micro_batch=1", &format!("shard.strategy={strategy}")];
+            against_pytorch(case, "accum4", ranks, &set);
+        }
+    }
+}
+
+#[test]
+fn the_final_folder_holds_what_pytorch_arrived_at() {
+    let case = "llama3";
+    let out = tempfile::tempdir().unwrap();
+    train(case, 2, &[], out.path());
+    let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
+    let theirs = checkpoint::safetensors::File::open(reference(case).join("after12.safetensors")).unwrap();
+    assert_eq!(ours.tensors().len(), theirs.tensors().len());
+    for (name, _) in theirs.tensors() {
+        let floats = |bytes: Vec<u8>| -> Vec<f64> {
+            bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
+        };
+        let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
+        let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+        let size: f64 = b.iter().map(|b| b * b).sum::<f64>().sqrt();
+        assert!(distance <= 1e-4 * size, "{name}: {}", distance / size);
+    }
+}
+
+#[test]
+fn bf16_follows_pytorchs_bf16() {
+    let set = ["precision.compute=bf16"];
+    for case in ["llama3", "llama31-tied"] {
+        let out = tempfile::tempdir().unwrap();
+        let [losses, norms, _] = train(case, 2, &set, out.path());
+        let curve = &read_json(reference(case).join("fsdp2.json"))["curves"]["bf16"];
+        assert_close("bf16 loss", &losses, &numbers(&curve["loss"]), 5e-4);
+        assert_close("bf16 norm", &norms, &numbers(&curve["grad_norm"]), 1e-2);
+    }
+}
+
+#[test]
+fn the_same_run_gives_the_same_bits() {
+    for set in [vec![], vec!["precision.compute=bf16", "train.micro_batch=1"]] {
+        let outs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [a, b] = outs.each_ref().map(|out| train("llama31-tied", 2, &set, out.path()));
+        assert_eq!(a, b);
+    }
+}
+
+#[test]
+fn the_devices_peak_is_the_plans() {
+    let dir = reference("llama3");
+    for (ranks, strategy, micro) in
+        [(1, "full", 4), (2, "full", 2), (2, "full", 1), (2, "none", 1), (4, "grad", 1)]
+    {
+        for precision in ["f32", "bf16"] {
+            let out = tempfile::tempdir().unwrap();
+            let set = [
+                format!("shard.strategy={strategy}"),
+                format!("train.micro_batch={micro}"),
+                format!("precision.compute={precision}"),
+            ];
+            let set: Vec<&str> = set.iter().map(String::as_str).collect();
+            let [.., peaks] = train("llama3", ranks, &set, out.path());
+            let model = std::sync::Arc::new(
+                tensor::models::build(
+                    &tensor::models::Config::parse(
+                        &std::fs::read_to_string(dir.join("config.json")).unwrap(),
+                    )
+                    .unwrap(),
+                    48,
+                )
+                .unwrap(),
+            );
+            let run = Run::parse(
+                &format!(
+                    "[model]\npath = \"{d}\"\n[data]\nkind = \"batches\"\npath = \"{d}/io.safetensors\"\n[train]\nsteps = 12\nglobal_batch = 4\n[output]\ndir = \"x\"",
+                    d = dir.display()
+                ),
+                &set.iter().map(|s| s.to_string()).collect::<Vec<_>>(),
+            )
+            .unwrap();
+            let plan = shardloom::make_plan(&run, ranks, device::Profile::Cpu).unwrap();
+            let planned = plan.peak_bytes(&model) as f64;
+            assert!(
+                peaks.iter().all(|peak| *peak == planned),
+                "{peaks:?} measured, {planned} planned: {set:?}"
+            );
+        }
+    }
+}
