@@ -2,7 +2,7 @@
 //! date as keys go by. The scores of a whole sequence are never held.
 
 use super::elementwise::{load_from, store_to};
-use super::float::{exp, max_of, simd, sum_over};
+use super::float::{dot, exp, max_of, simd, sum_over};
 use super::gemm::{Operand, product};
 use super::{check, scratch};
 use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result, Stream};
@@ -200,7 +200,7 @@ simd! {
         }
         let rescale = exp(*max - largest);
         *max = largest;
-        *total = *total * rescale + sum_over(seen.len(), |i| seen[i]);
+        *total = *total * rescale + sum_over([seen], |[p]| p);
         rescale
     }
 }
@@ -298,13 +298,6 @@ fn backward(
         sizes.store_head(args.dqkv, (0..seq).map(key_at), dkeys)?;
         sizes.store_head(args.dqkv, (0..seq).map(value_at), dvalues)
     })
-}
-
-simd! {
-    fn dot(a: &[f32], b: &[f32]) -> f32 {
-        let b = &b[..a.len()];
-        sum_over(a.len(), |i| a[i] * b[i])
-    }
 }
 
 simd! {

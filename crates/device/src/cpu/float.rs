@@ -199,22 +199,30 @@ fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// Σ f(i) for i in 0..len, in an order that depends on `len` only.
+/// Σ f(element of each slice), in an order that depends on the first one's length only.
 #[inline(always)]
-pub fn sum_over(len: usize, f: impl Fn(usize) -> f32) -> f32 {
+pub fn sum_over<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
+    let len = slices[0].len();
+    let slices = slices.map(|slice| &slice[..len]);
     let mut lanes = [0.0f32; LANES];
     let whole = len - len % LANES;
-    let mut start = 0;
-    while start < whole {
+    for start in (0..whole).step_by(LANES) {
+        // Slices cut to the lanes: no bounds to check inside.
+        let chunks = slices.map(|slice| &slice[start..start + LANES]);
         for lane in 0..LANES {
-            lanes[lane] += f(start + lane);
+            lanes[lane] += f(chunks.map(|chunk| chunk[lane]));
         }
-        start += LANES;
     }
     for lane in 0..len - whole {
-        lanes[lane] += f(whole + lane);
+        lanes[lane] += f(slices.map(|slice| slice[whole + lane]));
     }
     add_lanes(lanes)
+}
+
+simd! {
+    pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+        sum_over([a, b], |[a, b]| a * b)
+    }
 }
 
 /// The largest value; −∞ when there is none, NaN ignored.

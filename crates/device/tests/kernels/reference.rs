@@ -107,7 +107,14 @@ pub fn attention(shape: &AttentionShape, qkv: &[f64], document_start: &[i32]) ->
     (out, lse)
 }
 
-pub fn attention_grad(shape: &AttentionShape, qkv: &[f64], document_start: &[i32], dout: &[f64]) -> Vec<f64> {
+/// `out` is the forward's, as it was stored: Σ p·dp is taken from it, as Σ out·dout.
+pub fn attention_grad(
+    shape: &AttentionShape,
+    qkv: &[f64],
+    document_start: &[i32],
+    out: &[f64],
+    dout: &[f64],
+) -> Vec<f64> {
     let mut dqkv = vec![0.0; qkv.len()];
     let (dim, scale) = (shape.head_dim, 1.0 / (shape.head_dim as f64).sqrt());
     for (row, head, query) in queries(shape) {
@@ -115,14 +122,13 @@ pub fn attention_grad(shape: &AttentionShape, qkv: &[f64], document_start: &[i32
         let (p, _) = probabilities(shape, qkv, start, (row, head, query));
         let group = head / (shape.heads / shape.kv_heads);
         let (key_head, value_head) = (shape.heads + group, shape.heads + shape.kv_heads + group);
-        let dout = &dout[(row * shape.seq + query) * shape.out_cols() + head * dim..][..dim];
-        let dp: Vec<f64> = (0..=query)
-            .map(|key| super::harness::dot(dout, head_of(shape, qkv, row, key, value_head)))
-            .collect();
-        let mean: f64 = (0..=query).map(|key| p[key] * dp[key]).sum();
+        let at = (row * shape.seq + query) * shape.out_cols() + head * dim;
+        let (out, dout) = (&out[at..at + dim], &dout[at..at + dim]);
+        let mean = super::harness::dot(out, dout);
         let q_at = head_at(shape, row, query, head);
         for key in 0..=query {
-            let ds = p[key] * (dp[key] - mean) * scale;
+            let dp = super::harness::dot(dout, head_of(shape, qkv, row, key, value_head));
+            let ds = p[key] * (dp - mean) * scale;
             let (k_at, v_at) = (head_at(shape, row, key, key_head), head_at(shape, row, key, value_head));
             for i in 0..dim {
                 dqkv[q_at + i] += ds * qkv[k_at + i];
