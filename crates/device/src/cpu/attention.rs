@@ -303,12 +303,10 @@ fn backward(
 simd! {
     /// Scores become probabilities, and their gradients those of the scores before scaling.
     fn probabilities(p: &mut [f32], ds: &mut [f32], seen: Range<usize>, scale: f32, lse: f32, delta: f32) {
-        for (p, ds) in [(&mut *p, &mut *ds)] {
-            p[..seen.start].fill(0.0);
-            p[seen.end..].fill(0.0);
-            ds[..seen.start].fill(0.0);
-            ds[seen.end..].fill(0.0);
-        }
+        p[..seen.start].fill(0.0);
+        p[seen.end..].fill(0.0);
+        ds[..seen.start].fill(0.0);
+        ds[seen.end..].fill(0.0);
         for (p, ds) in p[seen.clone()].iter_mut().zip(&mut ds[seen]) {
             *p = exp(*p * scale - lse);
             *ds = *p * (*ds - delta) * scale;

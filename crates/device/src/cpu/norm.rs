@@ -30,7 +30,10 @@ pub fn rms_norm(stream: &Stream, args: &RmsNorm<'_>) -> Result<()> {
                     load_from(sum, start, row)?;
                 }
                 let scale = 1.0 / (dot(row, row) / cols as f32 + eps).sqrt();
-                by_dtype!(OP, dtype, T => Ok(normalise::<T>(row, w, scale)))?;
+                by_dtype!(OP, dtype, T => {
+                    normalise::<T>(row, w, scale);
+                    Ok(())
+                })?;
                 store_to(out, start, row)?;
                 store_to(rstd, r, &[scale])?;
             }

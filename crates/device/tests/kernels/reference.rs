@@ -67,8 +67,8 @@ fn probabilities(
     let q = head_of(shape, qkv, row, query, head);
     let kv = shape.heads + head / (shape.heads / shape.kv_heads);
     let mut exps = vec![0.0; shape.seq];
-    for key in first..=query {
-        exps[key] = (super::harness::dot(q, head_of(shape, qkv, row, key, kv)) * scale).exp();
+    for (key, exp) in exps.iter_mut().enumerate().take(query + 1).skip(first) {
+        *exp = (super::harness::dot(q, head_of(shape, qkv, row, key, kv)) * scale).exp();
     }
     let sum: f64 = exps.iter().sum();
     (exps.iter().map(|e| e / sum).collect(), sum.ln())
@@ -98,9 +98,9 @@ pub fn attention(shape: &AttentionShape, qkv: &[f64], document_start: &[i32]) ->
         let (p, log_sum) = probabilities(shape, qkv, start, (row, head, query));
         let value = shape.heads + shape.kv_heads + head / (shape.heads / shape.kv_heads);
         let at = (row * shape.seq + query) * shape.out_cols() + head * shape.head_dim;
-        for key in 0..=query {
+        for (key, p) in p.iter().enumerate() {
             let v = head_of(shape, qkv, row, key, value);
-            out[at..at + shape.head_dim].iter_mut().zip(v).for_each(|(out, v)| *out += p[key] * v);
+            out[at..at + shape.head_dim].iter_mut().zip(v).for_each(|(out, v)| *out += p * v);
         }
         lse.push(log_sum);
     }
@@ -126,14 +126,14 @@ pub fn attention_grad(
         let (out, dout) = (&out[at..at + dim], &dout[at..at + dim]);
         let mean = super::harness::dot(out, dout);
         let q_at = head_at(shape, row, query, head);
-        for key in 0..=query {
+        for (key, p) in p.iter().enumerate() {
             let dp = super::harness::dot(dout, head_of(shape, qkv, row, key, value_head));
-            let ds = p[key] * (dp - mean) * scale;
+            let ds = p * (dp - mean) * scale;
             let (k_at, v_at) = (head_at(shape, row, key, key_head), head_at(shape, row, key, value_head));
             for i in 0..dim {
                 dqkv[q_at + i] += ds * qkv[k_at + i];
                 dqkv[k_at + i] += ds * qkv[q_at + i];
-                dqkv[v_at + i] += p[key] * dout[i];
+                dqkv[v_at + i] += p * dout[i];
             }
         }
     }
