@@ -2,7 +2,7 @@
 //! date as keys go by. The scores of a whole sequence are never held.
 
 use super::elementwise::{load_from, store_to};
-use super::float::{exp, max_of, simd, sum_over};
+use super::float::{dot, exp, max_of, simd, sum_over};
 use super::gemm::{Operand, product};
 use super::{check, scratch};
 use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result, Stream};
@@ -200,7 +200,7 @@ simd! {
         }
         let rescale = exp(*max - largest);
         *max = largest;
-        *total = *total * rescale + sum_over(seen.len(), |i| seen[i]);
+        *total = *total * rescale + sum_over([seen], |[p]| p);
         rescale
     }
 }
@@ -301,21 +301,12 @@ fn backward(
 }
 
 simd! {
-    fn dot(a: &[f32], b: &[f32]) -> f32 {
-        let b = &b[..a.len()];
-        sum_over(a.len(), |i| a[i] * b[i])
-    }
-}
-
-simd! {
     /// Scores become probabilities, and their gradients those of the scores before scaling.
     fn probabilities(p: &mut [f32], ds: &mut [f32], seen: Range<usize>, scale: f32, lse: f32, delta: f32) {
-        for (p, ds) in [(&mut *p, &mut *ds)] {
-            p[..seen.start].fill(0.0);
-            p[seen.end..].fill(0.0);
-            ds[..seen.start].fill(0.0);
-            ds[seen.end..].fill(0.0);
-        }
+        p[..seen.start].fill(0.0);
+        p[seen.end..].fill(0.0);
+        ds[..seen.start].fill(0.0);
+        ds[seen.end..].fill(0.0);
         for (p, ds) in p[seen.clone()].iter_mut().zip(&mut ds[seen]) {
             *p = exp(*p * scale - lse);
             *ds = *p * (*ds - delta) * scale;

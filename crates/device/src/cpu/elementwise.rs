@@ -37,7 +37,8 @@ pub fn copy(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
 }
 
 pub fn cast(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-    (check::float("cast", src)?, check::float("cast", dst)?);
+    check::float("cast", src)?;
+    check::float("cast", dst)?;
     check::same_len("cast", src, dst)?;
     let (src, dst) = (src.clone(), dst.clone());
     check::stream("cast", stream)?.submit(move || {
@@ -52,7 +53,8 @@ pub fn cast(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
 }
 
 pub fn add(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-    (check::float("add", src)?, check::float("add", dst)?);
+    check::float("add", src)?;
+    check::float("add", dst)?;
     check::same_len("add", src, dst)?;
     let (src, dst) = (src.clone(), dst.clone());
     check::stream("add", stream)?.submit(move || {

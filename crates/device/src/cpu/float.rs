@@ -104,6 +104,10 @@ pub enum Level {
 /// The widest one this host has.
 #[inline]
 pub fn level() -> Level {
+    #[cfg(test)]
+    if let Some(level) = tests::FORCED.get() {
+        return level;
+    }
     #[cfg(target_arch = "x86_64")]
     {
         let fma = is_x86_feature_detected!("fma");
@@ -195,22 +199,30 @@ fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// Σ f(i) for i in 0..len, in an order that depends on `len` only.
+/// Σ f(element of each slice), in an order that depends on the first one's length only.
 #[inline(always)]
-pub fn sum_over(len: usize, f: impl Fn(usize) -> f32) -> f32 {
+pub fn sum_over<const N: usize>(slices: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
+    let len = slices[0].len();
+    let slices = slices.map(|slice| &slice[..len]);
     let mut lanes = [0.0f32; LANES];
     let whole = len - len % LANES;
-    let mut start = 0;
-    while start < whole {
+    for start in (0..whole).step_by(LANES) {
+        // Slices cut to the lanes: no bounds to check inside.
+        let chunks = slices.map(|slice| &slice[start..start + LANES]);
         for lane in 0..LANES {
-            lanes[lane] += f(start + lane);
+            lanes[lane] += f(chunks.map(|chunk| chunk[lane]));
         }
-        start += LANES;
     }
     for lane in 0..len - whole {
-        lanes[lane] += f(whole + lane);
+        lanes[lane] += f(slices.map(|slice| slice[whole + lane]));
     }
     add_lanes(lanes)
+}
+
+simd! {
+    pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+        sum_over([a, b], |[a, b]| a * b)
+    }
 }
 
 /// The largest value; −∞ when there is none, NaN ignored.
@@ -249,4 +261,101 @@ pub fn exp(x: f32) -> f32 {
     let half = n >> 1;
     let power = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
     p * power(half) * power(n.wrapping_sub(half))
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    thread_local! {
+        /// The level to run at instead of the host's best.
+        pub static FORCED: Cell<Option<Level>> = const { Cell::new(None) };
+    }
+
+    /// Runs `body` at every level this host has.
+    pub fn at_every_level<R>(body: impl Fn() -> R) -> Vec<R> {
+        let best = level();
+        #[cfg(target_arch = "x86_64")]
+        let levels = match best {
+            Level::Avx512 => vec![Level::Portable, Level::Avx2, Level::Avx512],
+            Level::Avx2 => vec![Level::Portable, Level::Avx2],
+            Level::Portable => vec![Level::Portable],
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let levels = vec![best];
+        let run = |level| {
+            FORCED.set(Some(level));
+            let result = body();
+            FORCED.set(None);
+            result
+        };
+        levels.into_iter().map(run).collect()
+    }
+
+    simd! {
+        fn exps(values: &mut [f32]) {
+            for value in values {
+                *value = exp(*value);
+            }
+        }
+    }
+
+    /// Distance in units of the last place of a correctly rounded result.
+    fn ulps(got: f32, want: f64) -> f64 {
+        let rounded = want as f32;
+        let unit = f64::from(rounded.next_up()) - f64::from(rounded);
+        (f64::from(got) - want).abs() / unit
+    }
+
+    #[test]
+    fn exp_is_within_two_units_everywhere() {
+        // Every 97th float from the first that gives 0 to the last that is finite.
+        let range = |from: f32, to: f32| (from.to_bits()..to.to_bits()).step_by(97).map(f32::from_bits);
+        let mut x: Vec<f32> = range(-1e-10, -104.0).chain(range(1e-10, 88.722)).collect();
+        x.extend([0.0, -0.0, 1e-40, -87.336_55, -103.972]);
+        let mut got = x.clone();
+        exps(&mut got);
+        let (worst, at) = x
+            .iter()
+            .zip(&got)
+            .map(|(&x, &y)| (ulps(y, f64::from(x).exp()), x))
+            .fold((0.0, 0.0), |worst, this| if this.0 > worst.0 { this } else { worst });
+        assert!(worst < 1.5, "{worst} units at {at}");
+    }
+
+    #[test]
+    fn exp_ends_well() {
+        let ends = [f32::NEG_INFINITY, -200.0, -104.0, 88.73, 1e9, f32::INFINITY];
+        assert_eq!(ends.map(exp), [0.0, 0.0, 0.0, f32::INFINITY, f32::INFINITY, f32::INFINITY]);
+        assert!(exp(f32::NAN).is_nan() && exp(0.0) == 1.0);
+    }
+
+    #[test]
+    fn sixteen_bit_floats_convert_as_the_half_crate_does() {
+        for bits in 0..=u16::MAX {
+            let (a, b) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert!(a.load().to_bits() == a.to_f32().to_bits() || a.is_nan() && a.load().is_nan());
+            assert!(b.load().to_bits() == b.to_f32().to_bits() || b.is_nan() && b.load().is_nan());
+        }
+        for bits in (0..=u32::MAX).step_by(4099) {
+            let x = f32::from_bits(bits);
+            let (a, b) = (<bf16 as Float>::store(x), <f16 as Float>::store(x));
+            assert!(a.to_bits() == bf16::from_f32(x).to_bits() || x.is_nan() && a.is_nan(), "{x}");
+            assert!(b.to_bits() == f16::from_f32(x).to_bits() || x.is_nan() && b.is_nan(), "{x}");
+        }
+    }
+
+    #[test]
+    fn every_level_gives_the_same_bits() {
+        let x: Vec<f32> = (0..1003).map(|i| ((i * 7919) % 1009) as f32 * 0.013 - 6.0).collect();
+        let results = at_every_level(|| {
+            let mut y = x.clone();
+            exps(&mut y);
+            let mut halves = vec![f16::ZERO; x.len()];
+            store(&y, &mut halves);
+            (y.iter().map(|v| v.to_bits()).collect::<Vec<_>>(), halves)
+        });
+        assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+    }
 }

@@ -44,12 +44,12 @@ fn all_rows<T: Float>(args: &CrossEntropy<'_>) -> Result<()> {
                 continue;
             };
             load(stored, values);
-            let max = max_of(values);
-            let sum = sum_exp(values, max);
-            *loss = (max - values[label]) + sum.ln();
+            let chosen = values[label];
+            let (max, sum) = exponentials(values);
+            *loss = (max - chosen) + sum.ln();
             if let Some(seed) = seed {
-                scale_exp(values, stored, max, seed / sum);
-                stored[label] = T::store((exp(values[label] - max) / sum - 1.0) * seed);
+                scaled(values, seed / sum, stored);
+                stored[label] = T::store((values[label] / sum - 1.0) * seed);
             }
         }
     });
@@ -57,15 +57,20 @@ fn all_rows<T: Float>(args: &CrossEntropy<'_>) -> Result<()> {
 }
 
 simd! {
-    fn sum_exp(values: &[f32], max: f32) -> f32 {
-        sum_over(values.len(), |i| exp(values[i] - max))
+    /// Values become their exponentials under the largest of them. Returns that one, and the sum.
+    fn exponentials(values: &mut [f32]) -> (f32, f32) {
+        let max = max_of(values);
+        for value in values.iter_mut() {
+            *value = exp(*value - max);
+        }
+        (max, sum_over([values], |[value]| value))
     }
 }
 
 simd! {
-    fn scale_exp<T>(values: &[f32], dst: &mut [T], max: f32, scale: f32) {
+    fn scaled<T>(values: &[f32], factor: f32, dst: &mut [T]) {
         for (dst, value) in dst.iter_mut().zip(values) {
-            *dst = T::store(exp(value - max) * scale);
+            *dst = T::store(value * factor);
         }
     }
 }

@@ -165,3 +165,117 @@ impl Kernels for Cpu {
         elementwise::clip_scale(stream, sum_squares, max_norm, out)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::float::tests::at_every_level;
+    use super::*;
+    use crate::AdamWScalars;
+
+    /// Rows of the kernels whose loops this crate compiles several times.
+    fn run_all(dtype: Dtype) -> Vec<Vec<u8>> {
+        let device: &dyn Device = &Cpu::new();
+        let stream = device.stream("test", Role::Compute).unwrap();
+        let (rows, cols) = (5, 97);
+        let input = |len: usize, factor: usize| {
+            let values: Vec<f32> = (0..len).map(|i| ((i * factor) % 1013) as f32 * 0.004 - 2.0).collect();
+            let exact = device.alloc_buffer(Dtype::F32, len, "exact").unwrap();
+            device.write_slice(&stream, &values, &exact).unwrap();
+            let rounded = device.alloc_buffer(dtype, len, "rounded").unwrap();
+            device.cast(&stream, &exact, &rounded).unwrap();
+            rounded
+        };
+        let (x, y, weight) = (input(rows * 2 * cols, 7919), input(rows * cols, 104_729), input(cols, 31));
+        let f32s = |len| device.alloc_buffer(Dtype::F32, len, "f32").unwrap();
+        let (rstd, dw, losses, one, scratch) = (f32s(rows), f32s(cols), f32s(rows), f32s(2), f32s(cols));
+        let out = || input(rows * 2 * cols, 1);
+        let (norm, dx, act, dact, att, datt) = (out(), out(), out(), out(), out(), out());
+        let lse = f32s(rows * cols);
+        let labels = device.alloc_buffer(Dtype::I32, rows, "labels").unwrap();
+        device.write_slice(&stream, &[3, 90, -1, 0, 50], &labels).unwrap();
+        device.fill(&stream, &one, 1.0).unwrap();
+
+        let args = RmsNorm {
+            x: &x,
+            delta: None,
+            weight: &weight,
+            sum: None,
+            out: &norm,
+            rstd: &rstd,
+            rows,
+            cols,
+            eps: 1e-5,
+        };
+        device.rms_norm(&stream, &args).unwrap();
+        let args = RmsNormGrad {
+            dout: &y,
+            x: &x,
+            weight: &weight,
+            rstd: &rstd,
+            dresidual: None,
+            dx: &dx,
+            dweight: &dw,
+            scratch: &scratch,
+            rows,
+            cols,
+            accumulate: false,
+        };
+        device.rms_norm_grad(&stream, &args).unwrap();
+        device.swiglu(&stream, &Swiglu { gate_up: &x, out: &act, rows, cols }).unwrap();
+        let args = SwigluGrad { gate_up: &x, dout: &y, dgate_up: &dact, rows, cols };
+        device.swiglu_grad(&stream, &args).unwrap();
+        let shape =
+            crate::AttentionShape { rows: 1, seq: 20, heads: 2, kv_heads: 1, head_dim: 8, window: None };
+        let args =
+            Attention { shape, qkv: &x, document_start: None, out: &att, lse: &lse, scratch: &scratch };
+        device.attention(&stream, &args).unwrap();
+        let args = AttentionGrad {
+            shape,
+            qkv: &x,
+            document_start: None,
+            out: &att,
+            lse: &lse,
+            dout: &y,
+            dqkv: &datt,
+            scratch: &scratch,
+        };
+        device.attention_grad(&stream, &args).unwrap();
+        device.sum_squares(&stream, &x, &one, &scratch, true).unwrap();
+        let (p, m, v) = (input(rows * cols, 3), input(rows * cols, 5), f32s(rows * cols));
+        device.fill(&stream, &v, 0.01).unwrap();
+        let scalars = AdamWScalars {
+            keep: 0.999,
+            one_minus_beta1: 0.1,
+            beta2: 0.95,
+            one_minus_beta2: 0.05,
+            bias2_sqrt: 0.3,
+            eps: 1e-8,
+            step_size: -0.01,
+        };
+        let args =
+            AdamW { master: &p, moment1: &m, moment2: &v, grad: &y, clip: &one, compute: None, scalars };
+        device.adamw(&stream, &args).unwrap();
+        let args = CrossEntropy {
+            logits: &y,
+            labels: &labels,
+            losses: &losses,
+            seed: Some(&one),
+            rows,
+            vocab: cols,
+            stride: cols,
+        };
+        device.cross_entropy(&stream, &args).unwrap();
+
+        let bytes =
+            |buffer: &Buffer| device.read_vec::<u8>(&stream, &buffer.cast_bits(Dtype::U8).unwrap()).unwrap();
+        [&norm, &dx, &dw, &act, &dact, &att, &datt, &one, &p, &m, &v, &y, &losses].map(bytes).to_vec()
+    }
+
+    #[test]
+    fn kernels_give_the_same_bits_at_every_level() {
+        for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+            let results = at_every_level(|| run_all(dtype));
+            assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{dtype}");
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! RMSNorm with the residual's addition before it, and its gradient.
 
 use super::elementwise::{add_assign, load_from, store_to};
-use super::float::{by_dtype, round, simd, sum_over};
+use super::float::{by_dtype, dot, round, simd, sum_over};
 use super::{check, scratch};
 use crate::{Dtype, Error, Result, RmsNorm, RmsNormGrad, Stream};
 
@@ -30,20 +30,16 @@ pub fn rms_norm(stream: &Stream, args: &RmsNorm<'_>) -> Result<()> {
                     load_from(sum, start, row)?;
                 }
                 let scale = 1.0 / (dot(row, row) / cols as f32 + eps).sqrt();
-                by_dtype!(OP, dtype, T => Ok(normalise::<T>(row, w, scale)))?;
+                by_dtype!(OP, dtype, T => {
+                    normalise::<T>(row, w, scale);
+                    Ok(())
+                })?;
                 store_to(out, start, row)?;
                 store_to(rstd, r, &[scale])?;
             }
             Ok(())
         })
     })
-}
-
-simd! {
-    fn dot(a: &[f32], b: &[f32]) -> f32 {
-        let b = &b[..a.len()];
-        sum_over(a.len(), |i| a[i] * b[i])
-    }
 }
 
 simd! {
@@ -102,7 +98,7 @@ simd! {
             x[i] *= rstd;
             dweight[i] += dout[i] * x[i];
         }
-        let mean = sum_over(cols, |i| weight[i] * dout[i] * x[i]) / cols as f32;
+        let mean = sum_over([weight, dout, x], |[weight, dout, x]| weight * dout * x) / cols as f32;
         for i in 0..cols {
             dx[i] += (weight[i] * dout[i] - x[i] * mean) * rstd;
         }

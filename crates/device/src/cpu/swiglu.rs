@@ -16,7 +16,10 @@ pub fn swiglu(stream: &Stream, args: &Swiglu<'_>) -> Result<()> {
             for r in 0..rows {
                 load_from(gate_up, 2 * r * cols, row)?;
                 let (gate, up) = row.split_at_mut(cols);
-                by_dtype!(OP, dtype, T => Ok(activate::<T>(gate, up)))?;
+                by_dtype!(OP, dtype, T => {
+                    activate::<T>(gate, up);
+                    Ok(())
+                })?;
                 store_to(out, r * cols, gate)?;
             }
             Ok(())

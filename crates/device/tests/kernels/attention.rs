@@ -1,0 +1,127 @@
+use super::harness::{Bed, FLOATS, Random, Tolerance, beds, check_gradient, dot, twice};
+use super::reference;
+use device::{Attention, AttentionGrad, AttentionShape, Dtype};
+
+fn shape(
+    rows: usize,
+    seq: usize,
+    heads: (usize, usize),
+    head_dim: usize,
+    window: Option<usize>,
+) -> AttentionShape {
+    AttentionShape { rows, seq, heads: heads.0, kv_heads: heads.1, head_dim, window }
+}
+
+/// Shapes, and whether rows hold several documents.
+fn cases() -> Vec<(AttentionShape, bool)> {
+    vec![
+        (shape(2, 1, (4, 2), 16, None), false),
+        (shape(2, 5, (3, 1), 20, None), false),
+        (shape(1, 48, (2, 2), 64, None), true),
+        (shape(2, 130, (4, 2), 16, None), false),
+        (shape(1, 130, (3, 1), 20, None), true),
+        (shape(1, 130, (2, 2), 128, Some(17)), false),
+        (shape(2, 48, (4, 2), 16, Some(1)), false),
+        (shape(1, 130, (2, 1), 64, Some(70)), true),
+        (shape(1, 48, (2, 2), 16, Some(1000)), false),
+        (shape(1, 200, (2, 2), 16, Some(5)), true),
+        // Long enough that a query meets several blocks of keys and its running maximum changes.
+        (shape(1, 300, (2, 1), 16, None), false),
+    ]
+}
+
+/// First tokens of documents of random lengths, per token.
+fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<i32> {
+    let mut starts = Vec::new();
+    for _ in 0..shape.rows {
+        let mut start = 0;
+        for token in 0..shape.seq {
+            if several && random.below(20) == 0 {
+                start = token;
+            }
+            starts.push(start as i32);
+        }
+    }
+    starts
+}
+
+#[test]
+fn attention_and_its_gradient() {
+    for bed in &beds() {
+        for dtype in FLOATS {
+            for (shape, several) in cases() {
+                case(bed, dtype, shape, several);
+            }
+        }
+    }
+}
+
+fn case(bed: &Bed, dtype: Dtype, shape: AttentionShape, several: bool) {
+    let case = format!("{}: {shape:?} {dtype}, documents {several}", bed.device.name());
+    let mut random = Random::new((shape.seq * shape.head_dim) as u64);
+    let starts = documents(&mut random, &shape, several);
+    let start_buffer = bed.ints(&starts);
+    let document_start = several.then_some(&start_buffer);
+    let qkv = bed.random(&mut random, dtype, shape.tokens() * shape.qkv_cols(), 2.0);
+    let dout = bed.random(&mut random, dtype, shape.tokens() * shape.out_cols(), 1.0);
+    let profile = bed.device.profile();
+    let [got, lse, dqkv] = twice(&case, || {
+        let out = bed.poisoned(dtype, shape.tokens() * shape.out_cols());
+        let lse = bed.poisoned(Dtype::F32, shape.tokens() * shape.heads);
+        let dqkv = bed.poisoned(dtype, qkv.values.len());
+        let scratch = bed.bytes(profile.attention_scratch(&shape, dtype));
+        let (qkv, dout) = (&qkv.buffer, &dout.buffer);
+        let args = Attention { shape, qkv, document_start, out: &out, lse: &lse, scratch: &scratch };
+        bed.device.attention(&bed.stream, &args).unwrap();
+        let scratch = bed.bytes(profile.attention_grad_scratch(&shape, dtype));
+        let (out, lse, dqkv) = (&out, &lse, &dqkv);
+        let args = AttentionGrad { shape, qkv, document_start, out, lse, dout, dqkv, scratch: &scratch };
+        bed.device.attention_grad(&bed.stream, &args).unwrap();
+        [bed.read(out), bed.read(lse), bed.read(dqkv)]
+    });
+    let (want, want_lse) = reference::attention(&shape, &qkv.values, &starts);
+    // Probabilities may be rounded before they meet the values, and the result is.
+    Tolerance::new(dtype, 2).check(&format!("{case}: out"), &got, &want);
+    Tolerance::new(Dtype::F32, 4).check(&format!("{case}: lse"), &lse, &want_lse);
+    let want = reference::attention_grad(&shape, &qkv.values, &starts, &got, &dout.values);
+    // Probabilities, the scores' gradient and the result.
+    Tolerance::new(dtype, 3).check(&format!("{case}: dqkv"), &dqkv, &want);
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    for bed in &beds() {
+        let shape = shape(1, 300, (1, 1), 16, None);
+        let mut random = Random::new(8);
+        let qkv = bed.random(&mut random, Dtype::F32, shape.tokens() * shape.qkv_cols(), 20.0);
+        let (out, lse) = (bed.poisoned(Dtype::F32, 300 * 16), bed.poisoned(Dtype::F32, 300));
+        let scratch = bed.bytes(bed.device.profile().attention_scratch(&shape, Dtype::F32));
+        let args = Attention {
+            shape,
+            qkv: &qkv.buffer,
+            document_start: None,
+            out: &out,
+            lse: &lse,
+            scratch: &scratch,
+        };
+        bed.device.attention(&bed.stream, &args).unwrap();
+        let (want, want_lse) = reference::attention(&shape, &qkv.values, &[0; 300]);
+        assert!(want_lse.iter().any(|lse| *lse > 100.0), "the case must be one that overflows f32's exp");
+        // A score of some hundreds has that many units in the last place of error in its exponent.
+        Tolerance::new(Dtype::F32, 2000).check("large scores", &bed.read(&out), &want);
+        Tolerance::new(Dtype::F32, 8).check("large scores: lse", &bed.read(&lse), &want_lse);
+    }
+}
+
+#[test]
+fn the_reference_gradient_is_the_slope() {
+    let shape = shape(2, 5, (4, 2), 3, Some(4));
+    let mut random = Random::new(11);
+    let starts = [0, 0, 0, 3, 3, 0, 1, 1, 1, 1];
+    let qkv = random.values(shape.tokens() * shape.qkv_cols(), 1.5);
+    let dout = random.values(shape.tokens() * shape.out_cols(), 1.0);
+    let (out, _) = reference::attention(&shape, &qkv, &starts);
+    let gradient = reference::attention_grad(&shape, &qkv, &starts, &out, &dout);
+    let loss = |qkv: &[f64]| dot(&reference::attention(&shape, qkv, &starts).0, &dout);
+    check_gradient("attention", loss, &qkv, &gradient);
+}
