@@ -39,6 +39,7 @@ pub(super) struct Context {
     pub multiprocessors: u32,
     /// Bytes of shared memory a kernel may ask for.
     pub max_shared_bytes: usize,
+    total_bytes: usize,
     current_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -72,6 +73,9 @@ impl Context {
             return Err(Error::Unavailable { library: "a CUDA device", what });
         }
         let name = read_name(device)?;
+        let mut total_bytes = 0;
+        // SAFETY: the pointer is to a local and the device exists.
+        check("cuDeviceTotalMem", unsafe { sys::cuDeviceTotalMem_v2(&mut total_bytes, device) })?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the device exists; the reference taken here is given back in `drop`.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) })?;
@@ -83,6 +87,7 @@ impl Context {
             arch: arch as u32,
             multiprocessors: multiprocessors.max(1) as u32,
             max_shared_bytes: max_shared.max(0) as usize,
+            total_bytes,
             current_bytes: AtomicUsize::new(0),
             peak_bytes: AtomicUsize::new(0),
         }))
@@ -155,6 +160,10 @@ pub(super) struct DeviceMemory {
 
 impl DeviceMemory {
     pub fn new(context: &Arc<Context>, bytes: usize, what: &str) -> Result<Self> {
+        // The driver rounds sizes up; absurd ones do not reach it.
+        if bytes > context.total_bytes {
+            return Err(no_room(context, bytes, what));
+        }
         context.enter()?;
         let mut address: sys::CUdeviceptr = 0;
         if bytes > 0 {

@@ -121,8 +121,8 @@ impl MatrixProducts {
 
 impl Drop for MatrixProducts {
     fn drop(&mut self) {
-        // The workspace goes with the state, and waits for the device itself.
-        if self.context.enter().is_ok() {
+        // The workspace goes with the state; products in flight end first.
+        if self.context.synchronize().is_ok() {
             // SAFETY: created by `cublasLtCreate`, destroyed once. Plans do not refer to it.
             let _ = unsafe { sys::cublasLtDestroy(self.handle) };
         }

@@ -17,6 +17,7 @@ const DRIVER: &[&str] = &[
     "cuDeviceGetName",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
     "cuEventCreate",
     "cuEventDestroy_v2",
     "cuEventRecord",
@@ -97,10 +98,11 @@ macro_rules! look_for {
         if !unsafe { $sys::is_culib_present() } {
             Err(missing($name, "the library was not found (is it on LD_LIBRARY_PATH?)"))
         } else {
-            // SAFETY: symbols are only looked up here, not called.
-            let absent = $symbols
-                .iter()
-                .find(|s| unsafe { $sys::culib().get::<*const c_void>(s.as_bytes()).is_err() });
+            let is_absent = |symbol: &&&str| {
+                // SAFETY: the symbol is only looked up here, not called.
+                unsafe { $sys::culib().get::<*const c_void>(symbol.as_bytes()).is_err() }
+            };
+            let absent = $symbols.iter().find(is_absent);
             absent.map_or(Ok(()), |symbol| Err(missing($name, format!("it has no {symbol}"))))
         }
     }};

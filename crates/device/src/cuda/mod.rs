@@ -18,6 +18,8 @@ mod nvrtc;
 mod rows;
 mod staging;
 mod stream;
+#[cfg(test)]
+mod tests;
 
 pub use device::Cuda;
 pub use library::{device_count, present};

@@ -2,7 +2,7 @@
 
 use super::driver::{Context, check};
 use super::library;
-use super::nvrtc::{self, Program, Target};
+use super::nvrtc::{Program, Target};
 use super::stream::Stream;
 use crate::{Buffer, Error, Result};
 use cudarc::driver::sys;
@@ -99,20 +99,12 @@ impl Module {
     }
 
     /// From the cache where it holds a usable image, else compiled.
-    fn open(context: &Arc<Context>, program: &Program) -> Result<Self> {
+    fn open(context: &Arc<Context>, program: &'static Program) -> Result<Self> {
         let target = Target::for_arch(context.arch)?;
-        let path = program.cache_path(target);
-        let cached =
-            path.as_ref().and_then(|path| std::fs::read(path).ok()).filter(|image| looks_whole(image));
-        if let Some(module) = cached.and_then(|image| Module::load(context, &image).ok()) {
+        if let Some(module) = program.cached(target).and_then(|image| Module::load(context, &image).ok()) {
             return Ok(module);
         }
-        let image = program.compile(target)?;
-        let module = Module::load(context, &image)?;
-        if let Some(path) = path {
-            nvrtc::store(&path, &image);
-        }
-        Ok(module)
+        Module::load(context, &program.compile_and_keep(target)?)
     }
 
     fn function(&self, name: &str) -> Result<Function> {
@@ -140,15 +132,11 @@ fn parameter_sizes(function: sys::CUfunction) -> Option<Vec<usize>> {
         // error, which ends the loop.
         let answer = unsafe { sys::cuFuncGetParamInfo(function, sizes.len(), &mut offset, &mut size) };
         if answer != sys::CUresult::CUDA_SUCCESS {
-            return Some(sizes);
+            // Every kernel here has parameters: none means that the driver would not say.
+            return Some(sizes).filter(|sizes| !sizes.is_empty());
         }
         sizes.push(size);
     }
-}
-
-/// A cubin is an ELF file; PTX ends with a zero.
-fn looks_whole(image: &[u8]) -> bool {
-    image.starts_with(b"\x7fELF") || image.ends_with(b"\0")
 }
 
 impl Drop for Module {

@@ -3,9 +3,11 @@
 use super::library;
 use crate::{Error, Result};
 use cudarc::nvrtc::sys::{self, nvrtcResult};
+use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
@@ -43,7 +45,7 @@ programs! {
 }
 
 /// What a program is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Target {
     /// Machine code for exactly this architecture.
     Machine(u32),
@@ -156,7 +158,7 @@ impl Program {
     }
 
     /// Compiles, whatever the cache holds.
-    pub fn compile(&self, target: Target) -> Result<Vec<u8>> {
+    fn compile(&self, target: Target) -> Result<Vec<u8>> {
         library::nvrtc_ready()?;
         let text =
             |s: String| CString::new(s).map_err(|_| Error::argument("nvrtc", "a source holds a zero byte"));
@@ -181,13 +183,49 @@ impl Program {
         program.image(target)
     }
 
+    /// What this process or an earlier one has compiled.
+    pub fn cached(&self, target: Target) -> Option<Arc<[u8]>> {
+        if let Some(image) = images().get(&(self.name, target)) {
+            return Some(image.clone());
+        }
+        std::fs::read(self.cache_path(target)?).ok().filter(|image| looks_whole(image)).map(Arc::from)
+    }
+
+    /// Compiles, unless this process has done so meanwhile. Threads wait for each other here, rather than
+    /// compile the same program side by side.
+    pub fn compile_and_keep(&self, target: Target) -> Result<Arc<[u8]>> {
+        let mut images = images();
+        if let Some(image) = images.get(&(self.name, target)) {
+            return Ok(image.clone());
+        }
+        let image: Arc<[u8]> = self.compile(target)?.into();
+        images.insert((self.name, target), image.clone());
+        if let Some(path) = self.cache_path(target) {
+            store(&path, &image);
+        }
+        Ok(image)
+    }
+
     /// Where the compiled program is kept: named by everything that decides its contents. None where there is
     /// no place for a cache.
-    pub fn cache_path(&self, target: Target) -> Option<PathBuf> {
+    fn cache_path(&self, target: Target) -> Option<PathBuf> {
         let (major, minor) = version().ok()?;
         let key = format!("{}\n{}\n{major}.{minor}", self.source(), self.all_options(target).join(" "));
         Some(cache_folder()?.join(format!("{}-{:016x}{:016x}.bin", self.name, hash(&key, 0), hash(&key, 1))))
     }
+}
+
+type Images = HashMap<(&'static str, Target), Arc<[u8]>>;
+
+/// What this process has compiled.
+fn images() -> MutexGuard<'static, Images> {
+    static IMAGES: LazyLock<Mutex<Images>> = LazyLock::new(Mutex::default);
+    IMAGES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A cubin is an ELF file; PTX ends with a zero.
+fn looks_whole(image: &[u8]) -> bool {
+    image.starts_with(b"\x7fELF") || image.ends_with(b"\0")
 }
 
 fn cache_folder() -> Option<PathBuf> {
@@ -203,7 +241,7 @@ fn hash(text: &str, seed: u64) -> u64 {
 }
 
 /// Keeps an image for the next process. A cache that cannot be written is no error: it costs seconds.
-pub(super) fn store(path: &Path, image: &[u8]) {
+fn store(path: &Path, image: &[u8]) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let unique = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let temporary = path.with_extension(format!("{unique}.tmp"));
@@ -230,6 +268,10 @@ mod tests {
         }
         for arch in [80, 90, 100] {
             for program in ALL {
+                // The three attentions are one source and slow to compile: all of them for one GPU is enough.
+                if arch != 90 && program.text == ATTENTION_BF16.text && program.name != ATTENTION_BF16.name {
+                    continue;
+                }
                 let image = program.compile(Target::Machine(arch)).unwrap();
                 assert!(image.starts_with(b"\x7fELF"), "{} for sm_{arch} is not a cubin", program.name);
             }
