@@ -57,3 +57,14 @@ impl Stream {
         }
     }
 }
+
+impl Event {
+    /// The host waits until the point is reached, and hears of what failed before it.
+    pub fn synchronize(&self) -> Result<()> {
+        match self {
+            Event::Cpu(event) => event.wait(),
+            Event::Cuda(event) => event.synchronize(),
+            Event::Null => Ok(()),
+        }
+    }
+}

@@ -214,7 +214,7 @@ mod tests {
             rstd: &rstd,
             dresidual: None,
             dx: &dx,
-            dweight: &dw,
+            dweight: Some(&dw),
             scratch: &scratch,
             rows,
             cols,

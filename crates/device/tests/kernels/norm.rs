@@ -105,7 +105,7 @@ fn backward(bed: &Bed, dtype: Dtype, dweight_dtype: Dtype, rows: usize, cols: us
                 rstd: &rstd.buffer,
                 dresidual: with_residual.then_some(&input),
                 dx: &dx,
-                dweight: &dweight,
+                dweight: Some(&dweight),
                 scratch: &scratch,
                 rows,
                 cols,

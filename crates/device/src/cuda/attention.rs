@@ -1,0 +1,206 @@
+//! Attention: which kernel runs, and the plain one that always can.
+
+use super::device::{Cuda, aligned, expect, float};
+use super::module::{Arg, Launch, args};
+use super::nvrtc::{ATTENTION_BF16, ATTENTION_F16, ATTENTION_F32, Program};
+use super::stream::Stream;
+use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result};
+
+/// Threads of a block in `attention.cu`.
+const BLOCK: usize = 256;
+/// A grid's second side ends here.
+const MAX_TILES: usize = 65_535;
+
+/// Who computes an attention. A faster one is chosen here, for the shapes and dtypes it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    Plain,
+}
+
+impl Cuda {
+    fn attention_path(&self, _shape: &AttentionShape, _dtype: Dtype, _documents: Option<&Buffer>) -> Path {
+        Path::Plain
+    }
+
+    pub(super) fn attention(&self, stream: &Stream, a: &Attention<'_>) -> Result<()> {
+        let op = "attention";
+        let dtype = check_inputs(op, &a.shape, a.qkv, a.document_start)?;
+        expect(op, "out", a.out, dtype, a.shape.tokens() * a.shape.out_cols())?;
+        expect(op, "lse", a.lse, Dtype::F32, a.shape.tokens() * a.shape.heads)?;
+        if a.shape.tokens() == 0 {
+            return Ok(());
+        }
+        match self.attention_path(&a.shape, dtype, a.document_start) {
+            Path::Plain => self.attention_plain(stream, a, dtype),
+        }
+    }
+
+    pub(super) fn attention_grad(&self, stream: &Stream, a: &AttentionGrad<'_>) -> Result<()> {
+        let op = "attention_grad";
+        let dtype = check_inputs(op, &a.shape, a.qkv, a.document_start)?;
+        let out = a.shape.tokens() * a.shape.out_cols();
+        expect(op, "out", a.out, dtype, out)?;
+        expect(op, "dout", a.dout, dtype, out)?;
+        expect(op, "lse", a.lse, Dtype::F32, a.shape.tokens() * a.shape.heads)?;
+        expect(op, "dqkv", a.dqkv, dtype, a.shape.tokens() * a.shape.qkv_cols())?;
+        if a.shape.tokens() == 0 {
+            return Ok(());
+        }
+        match self.attention_path(&a.shape, dtype, a.document_start) {
+            Path::Plain => self.attention_grad_plain(stream, a, dtype),
+        }
+    }
+
+    /// Tiles in shared memory, f32 inside; needs no scratch. Arguments have been checked.
+    fn attention_plain(&self, stream: &Stream, a: &Attention<'_>, dtype: Dtype) -> Result<()> {
+        let (s, tiles) = (&a.shape, Tiles::for_head("attention", a.shape.head_dim)?);
+        let launch = tiles.launch("attention", s, s.heads, tiles.forward_queries, tiles.forward_floats())?;
+        let name = format!("attention_{dtype}_{}", tiles.head_dim);
+        let vector = aligned(&[a.qkv]) && s.head_dim.is_multiple_of(8);
+        let mut values = args![a.qkv, a.document_start, a.out, a.lse].to_vec();
+        values.extend(shape_args(s, vector));
+        self.launch(stream, program(dtype), &name, launch, &values)
+    }
+
+    /// Row sums of `dout · out` first, into the scratch; then one kernel for the queries' gradient and one for
+    /// the keys' and values', so that no two blocks add to the same place.
+    fn attention_grad_plain(&self, stream: &Stream, a: &AttentionGrad<'_>, dtype: Dtype) -> Result<()> {
+        let op = "attention_grad";
+        let (s, tiles) = (&a.shape, Tiles::for_head(op, a.shape.head_dim)?);
+        let items = s.tokens() * s.heads;
+        let sums = a.scratch.cast_bits(Dtype::U8)?.slice(0, (items * 4).min(a.scratch.num_bytes()))?;
+        let sums = sums.cast_bits(Dtype::F32)?;
+        sums.expect_len(op, "scratch", items)?;
+
+        let blocks = items.div_ceil(BLOCK / 32).min(self.context.multiprocessors as usize * 32);
+        let name = format!("attention_row_sums_{dtype}");
+        let values = args![a.out, a.dout, &sums, s.tokens(), s.seq, s.heads, s.head_dim];
+        self.launch(stream, program(dtype), &name, Launch::new(blocks, BLOCK), values)?;
+
+        let vector = aligned(&[a.qkv, a.dout]) && s.head_dim.is_multiple_of(8);
+        let mut values = args![a.qkv, a.document_start, a.lse, a.dout, &sums, a.dqkv].to_vec();
+        values.extend(shape_args(s, vector));
+        let floats = tiles.grad_floats();
+        for (side, heads) in [("query", s.heads), ("key_value", s.kv_heads)] {
+            let launch = tiles.launch(op, s, heads, tiles.grad_resident, floats)?;
+            let name = format!("attention_{side}_grad_{dtype}_{}", tiles.head_dim);
+            self.launch(stream, program(dtype), &name, launch, &values)?;
+        }
+        Ok(())
+    }
+}
+
+fn program(dtype: Dtype) -> &'static Program {
+    match dtype {
+        Dtype::Bf16 => &ATTENTION_BF16,
+        Dtype::F16 => &ATTENTION_F16,
+        _ => &ATTENTION_F32,
+    }
+}
+
+fn check_inputs(
+    op: &'static str,
+    shape: &AttentionShape,
+    qkv: &Buffer,
+    document_start: Option<&Buffer>,
+) -> Result<Dtype> {
+    let dtype = float(op, qkv)?;
+    if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) || shape.heads == 0 {
+        let what = format!("{} query heads do not share {} key heads", shape.heads, shape.kv_heads);
+        return Err(Error::argument(op, what));
+    }
+    if shape.window == Some(0) || shape.head_dim == 0 || shape.seq > i32::MAX as usize {
+        return Err(Error::argument(op, format!("{shape:?}")));
+    }
+    qkv.expect_len(op, "qkv", shape.tokens() * shape.qkv_cols())?;
+    document_start.map_or(Ok(()), |start| expect(op, "document_start", start, Dtype::I32, shape.tokens()))?;
+    Ok(dtype)
+}
+
+/// The arguments with which all attention kernels end.
+fn shape_args(s: &AttentionShape, vector: bool) -> [Arg; 7] {
+    let window = s.window.unwrap_or(0);
+    *args![s.seq, s.heads, s.kv_heads, s.head_dim, window, s.scale(), vector]
+}
+
+/// Sizes of the tiles for heads up to `head_dim`, as instantiated at the end of `attention.cu`.
+#[derive(Clone, Copy, Debug)]
+struct Tiles {
+    head_dim: usize,
+    forward_queries: usize,
+    forward_keys: usize,
+    /// Rows of the two tiles that stay while a gradient kernel runs.
+    grad_resident: usize,
+    /// Rows of the tile that is replaced all the time.
+    grad_streamed: usize,
+}
+
+impl Tiles {
+    fn for_head(op: &'static str, head_dim: usize) -> Result<Self> {
+        let wide = |head_dim| Tiles {
+            head_dim,
+            forward_queries: 64,
+            forward_keys: 64,
+            grad_resident: 64,
+            grad_streamed: 32,
+        };
+        match head_dim {
+            0..=64 => Ok(wide(64)),
+            65..=128 => Ok(wide(128)),
+            129..=256 => Ok(Tiles {
+                head_dim: 256,
+                forward_queries: 32,
+                forward_keys: 32,
+                grad_resident: 32,
+                grad_streamed: 16,
+            }),
+            _ => Err(Error::argument(op, format!("heads of {head_dim}; 256 is the most"))),
+        }
+    }
+
+    /// f32 of shared memory: two tiles whose rows have four floats of padding, and the weights between them.
+    fn forward_floats(&self) -> usize {
+        let row = self.head_dim + 4;
+        (self.forward_queries + self.forward_keys) * row + self.forward_queries * (self.forward_keys + 4)
+    }
+
+    fn grad_floats(&self) -> usize {
+        let row = self.head_dim + 4;
+        (2 * self.grad_resident + self.grad_streamed) * row + self.grad_resident * (self.grad_streamed + 4)
+    }
+
+    /// One block for every head of every row and every `tile` tokens.
+    fn launch(
+        &self,
+        op: &'static str,
+        shape: &AttentionShape,
+        heads: usize,
+        tile: usize,
+        floats: usize,
+    ) -> Result<Launch> {
+        let tiles = shape.seq.div_ceil(tile);
+        if tiles > MAX_TILES {
+            return Err(Error::argument(
+                op,
+                format!("sequences of {}; {} is the most", shape.seq, MAX_TILES * tile),
+            ));
+        }
+        Ok(Launch { grid: [shape.rows * heads, tiles], block: BLOCK, shared_bytes: floats * 4 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_fit_the_shared_memory_of_small_gpus() {
+        for head_dim in [1, 64, 80, 128, 192, 256] {
+            let tiles = Tiles::for_head("test", head_dim).unwrap();
+            // 99 KiB less what a kernel has of its own.
+            let most = (99 << 10) - 512;
+            assert!(tiles.forward_floats() * 4 <= most && tiles.grad_floats() * 4 <= most, "{tiles:?}");
+        }
+        assert!(Tiles::for_head("test", 257).is_err());
+    }
+}

@@ -1,0 +1,264 @@
+//! One GPU as a [`Device`].
+
+use super::driver::{Context, DeviceMemory, check};
+use super::gemm::MatrixProducts;
+use super::library;
+use super::module::{Arg, Launch, Modules};
+use super::nvrtc::Program;
+use super::staging::Staging;
+use super::stream::Stream;
+use crate::{
+    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding, EmbeddingGrad, Error,
+    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Swiglu, SwigluGrad,
+};
+use cudarc::driver::sys;
+use std::fmt;
+use std::sync::Arc;
+
+/// A GPU, opened by its ordinal.
+pub struct Cuda {
+    pub(super) context: Arc<Context>,
+    products: MatrixProducts,
+    modules: Modules,
+    staging: Staging,
+}
+
+impl Cuda {
+    /// Opens a GPU: its context, and the workspace of its matrix products. Kernels are compiled when first
+    /// used. Says what is missing where there is no driver, GPU, NVRTC or cuBLASLt.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        library::driver()?;
+        library::nvrtc_ready()?;
+        library::cublaslt_ready()?;
+        let context = Context::open(ordinal)?;
+        context.enter()?;
+        let workspace =
+            DeviceMemory::new(&context, Profile::Cuda.workspace_bytes(), "the workspace of cuBLASLt")?;
+        Ok(Cuda {
+            products: MatrixProducts::new(&context, workspace)?,
+            modules: Modules::new(&context),
+            staging: Staging::new(&context),
+            context,
+        })
+    }
+
+    pub fn ordinal(&self) -> usize {
+        self.context.ordinal
+    }
+
+    /// Compute capability as 10·major + minor: 90 for an H100.
+    pub fn arch(&self) -> u32 {
+        self.context.arch
+    }
+
+    /// Makes the GPU's primary context the calling thread's, as libraries that issue work themselves expect.
+    pub fn make_current(&self) -> Result<()> {
+        self.context.enter()
+    }
+
+    /// The stream as this device's own.
+    pub(super) fn stream_of<'a>(&self, op: &'static str, stream: &'a crate::Stream) -> Result<&'a Stream> {
+        match stream {
+            crate::Stream::Cuda(stream) if stream.belongs_to(&self.context) => Ok(stream),
+            _ => Err(Error::argument(op, "the stream is another device's")),
+        }
+    }
+
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        program: &'static Program,
+        name: &str,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        self.modules.launch(stream, program, name, launch, args)
+    }
+
+    /// Sets the first `len` elements to zero bits.
+    pub(super) fn zero(&self, stream: &Stream, dst: &Buffer, len: usize) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        self.context.enter()?;
+        let (address, bytes) = (dst.address() as sys::CUdeviceptr, len * dst.dtype().bytes());
+        // SAFETY: the caller checked that the buffer is that long; the stream lives.
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(address, 0, bytes, stream.handle()) })
+    }
+}
+
+/// Fails unless `buffer` is of this dtype and at least this long.
+pub(super) fn expect(op: &'static str, what: &str, buffer: &Buffer, dtype: Dtype, len: usize) -> Result<()> {
+    if buffer.dtype() != dtype {
+        return Err(Error::WrongDtype { op, expected: dtype, found: buffer.dtype() });
+    }
+    buffer.expect_len(op, what, len)
+}
+
+/// As [`expect`], for gradients that may be kept in f32 whatever the dtype of what they belong to.
+pub(super) fn expect_or_f32(
+    op: &'static str,
+    what: &str,
+    buffer: &Buffer,
+    dtype: Dtype,
+    len: usize,
+) -> Result<()> {
+    let allowed = if buffer.dtype() == Dtype::F32 { Dtype::F32 } else { dtype };
+    expect(op, what, buffer, allowed, len)
+}
+
+/// The dtype of a buffer of floats.
+pub(super) fn float(op: &'static str, buffer: &Buffer) -> Result<Dtype> {
+    match buffer.dtype() {
+        dtype if dtype.is_float() => Ok(dtype),
+        dtype => Err(Error::Unsupported { op, dtype }),
+    }
+}
+
+/// Whether every buffer starts where 16 bytes can be read at once.
+pub(super) fn aligned(buffers: &[&Buffer]) -> bool {
+    buffers.iter().all(|buffer| buffer.address().is_multiple_of(16))
+}
+
+impl Device for Cuda {
+    fn profile(&self) -> Profile {
+        Profile::Cuda
+    }
+
+    fn name(&self) -> String {
+        format!("cuda:{} ({})", self.context.ordinal, self.context.name)
+    }
+
+    fn alloc(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
+        Ok(Arc::new(DeviceMemory::new(&self.context, bytes, what)?))
+    }
+
+    fn memory_use(&self) -> MemoryUse {
+        let (current_bytes, peak_bytes) = self.context.held();
+        MemoryUse { current_bytes, peak_bytes }
+    }
+
+    /// What is not free on the GPU. The driver does not tell processes apart, so this includes the memory of
+    /// others on the same GPU.
+    fn measured_bytes(&self) -> Option<usize> {
+        self.context.memory_info().ok().map(|(free, total)| total.saturating_sub(free))
+    }
+
+    fn stream(&self, name: &str, _role: Role) -> Result<crate::Stream> {
+        Ok(crate::Stream::Cuda(Stream::new(&self.context, name)?))
+    }
+
+    fn write(&self, stream: &crate::Stream, src: &[u8], dst: &Buffer) -> Result<()> {
+        let stream = self.stream_of("write", stream)?;
+        if src.len() != dst.num_bytes() {
+            let what = format!("{} bytes into a buffer of {}", src.len(), dst.num_bytes());
+            return Err(Error::argument("write", what));
+        }
+        self.staging.upload(stream, src, dst.address())
+    }
+
+    fn read(&self, stream: &crate::Stream, src: &Buffer, dst: &mut [u8]) -> Result<()> {
+        let stream = self.stream_of("read", stream)?;
+        if dst.len() != src.num_bytes() {
+            let what = format!("a buffer of {} into {} bytes", src.num_bytes(), dst.len());
+            return Err(Error::argument("read", what));
+        }
+        if !dst.is_empty() {
+            self.context.enter()?;
+            let (to, from) = (dst.as_mut_ptr().cast(), src.address() as sys::CUdeviceptr);
+            // SAFETY: both are `dst.len()` bytes long, and `dst` is borrowed until the synchronisation below.
+            let answer = unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, dst.len(), stream.handle()) };
+            let copied = check("cuMemcpyDtoHAsync", answer);
+            // Even after an error nothing may write to `dst` once it is no longer borrowed.
+            stream.synchronize().and(copied)?;
+        }
+        stream.synchronize()
+    }
+}
+
+macro_rules! delegate {
+    ($($kernel:ident($args:ty)),* $(,)?) => {
+        $(fn $kernel(&self, stream: &crate::Stream, args: &$args) -> Result<()> {
+            self.$kernel(self.stream_of(stringify!($kernel), stream)?, args)
+        })*
+    };
+}
+
+/// The kernels themselves are in `flat`, `rows`, `attention` and `gemm`, as methods of the same names.
+impl Kernels for Cuda {
+    delegate!(
+        embedding(Embedding<'_>),
+        embedding_grad(EmbeddingGrad<'_>),
+        rms_norm(RmsNorm<'_>),
+        rms_norm_grad(RmsNormGrad<'_>),
+        rope(Rope<'_>),
+        attention(Attention<'_>),
+        attention_grad(AttentionGrad<'_>),
+        swiglu(Swiglu<'_>),
+        swiglu_grad(SwigluGrad<'_>),
+        cross_entropy(CrossEntropy<'_>),
+        adamw(AdamW<'_>),
+    );
+
+    fn gemm(&self, stream: &crate::Stream, args: &Gemm<'_>) -> Result<()> {
+        self.products.multiply(self.stream_of("gemm", stream)?, args)
+    }
+
+    fn fill(&self, stream: &crate::Stream, dst: &Buffer, value: f32) -> Result<()> {
+        self.fill(self.stream_of("fill", stream)?, dst, value)
+    }
+
+    fn copy(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.copy(self.stream_of("copy", stream)?, src, dst)
+    }
+
+    fn cast(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.cast(self.stream_of("cast", stream)?, src, dst)
+    }
+
+    fn add(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.add(self.stream_of("add", stream)?, src, dst)
+    }
+
+    fn sum(
+        &self,
+        stream: &crate::Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()> {
+        self.sum(self.stream_of("sum", stream)?, x, out, scratch, accumulate)
+    }
+
+    fn sum_squares(
+        &self,
+        stream: &crate::Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()> {
+        self.sum_squares(self.stream_of("sum_squares", stream)?, x, out, scratch, accumulate)
+    }
+
+    fn reciprocal(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.reciprocal(self.stream_of("reciprocal", stream)?, src, dst)
+    }
+
+    fn clip_scale(
+        &self,
+        stream: &crate::Stream,
+        sum_squares: &Buffer,
+        max_norm: f32,
+        out: &Buffer,
+    ) -> Result<()> {
+        self.clip_scale(self.stream_of("clip_scale", stream)?, sum_squares, max_norm, out)
+    }
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.context)
+    }
+}

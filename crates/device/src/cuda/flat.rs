@@ -1,0 +1,193 @@
+//! Kernels over flat ranges: copies, casts, sums and the optimizer.
+
+use super::device::{Cuda, aligned, expect, float};
+use super::driver::check;
+use super::module::{Launch, args};
+use super::nvrtc::{ADAMW, ELEMENTWISE, REDUCE};
+use super::stream::Stream;
+use crate::{AdamW, Buffer, Dtype, Error, Result};
+use cudarc::driver::sys;
+
+const BLOCK: usize = 256;
+/// Elements a thread takes at a time, where alignment allows.
+const GROUP: usize = 8;
+/// Blocks of a sum's first stage at most; each leaves one f32.
+const MAX_PARTIALS: usize = 1024;
+
+fn expect_equal_len(op: &'static str, a: &Buffer, b: &Buffer) -> Result<()> {
+    if a.len() == b.len() {
+        return Ok(());
+    }
+    Err(Error::argument(op, format!("lengths differ: {} and {}", a.len(), b.len())))
+}
+
+/// The number by which `adamw.cu` knows a dtype.
+fn code(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 => 1,
+        _ => 2,
+    }
+}
+
+impl Cuda {
+    /// Enough blocks to keep the GPU busy; kernels walk over what is left.
+    fn flat(&self, len: usize, vector: bool) -> Launch {
+        let items = if vector { len.div_ceil(GROUP) } else { len };
+        Launch::new(items.div_ceil(BLOCK).clamp(1, self.context.multiprocessors as usize * 16), BLOCK)
+    }
+
+    pub(super) fn fill(&self, stream: &Stream, dst: &Buffer, value: f32) -> Result<()> {
+        let (dtype, n, vector) = (float("fill", dst)?, dst.len(), aligned(&[dst]));
+        if n == 0 {
+            return Ok(());
+        }
+        let name = format!("fill_{dtype}");
+        self.launch(stream, &ELEMENTWISE, &name, self.flat(n, vector), args![dst, value, n, vector])
+    }
+
+    pub(super) fn copy(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        expect("copy", "dst", dst, src.dtype(), src.len())?;
+        expect_equal_len("copy", src, dst)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        if src.overlaps(dst) {
+            return Err(Error::argument("copy", "source and destination overlap"));
+        }
+        self.context.enter()?;
+        let (to, from) = (dst.address() as sys::CUdeviceptr, src.address() as sys::CUdeviceptr);
+        // SAFETY: both are `src.num_bytes()` long and apart; the stream lives.
+        let answer = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, src.num_bytes(), stream.handle()) };
+        check("cuMemcpyDtoDAsync", answer)
+    }
+
+    pub(super) fn cast(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.pairwise("cast", stream, src, dst)
+    }
+
+    pub(super) fn add(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.pairwise("add", stream, src, dst)
+    }
+
+    fn pairwise(&self, op: &'static str, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        let (from, to) = (float(op, src)?, float(op, dst)?);
+        expect_equal_len(op, src, dst)?;
+        let (n, vector) = (src.len(), aligned(&[src, dst]));
+        if n == 0 {
+            return Ok(());
+        }
+        let name = format!("{op}_{from}_{to}");
+        self.launch(stream, &ELEMENTWISE, &name, self.flat(n, vector), args![src, dst, n, vector])
+    }
+
+    pub(super) fn sum(
+        &self,
+        stream: &Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()> {
+        expect("sum", "x", x, Dtype::F32, 0)?;
+        self.reduce("sum", stream, x, out, scratch, accumulate)
+    }
+
+    pub(super) fn sum_squares(
+        &self,
+        stream: &Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()> {
+        self.reduce("sum_squares", stream, x, out, scratch, accumulate)
+    }
+
+    /// In two stages whose shape depends on the length only.
+    fn reduce(
+        &self,
+        op: &'static str,
+        stream: &Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()> {
+        let (dtype, n, vector) = (float(op, x)?, x.len(), aligned(&[x]));
+        let blocks = n.div_ceil(BLOCK * GROUP * 4).clamp(1, MAX_PARTIALS);
+        expect(op, "out", out, Dtype::F32, 1)?;
+        expect(op, "scratch", scratch, Dtype::F32, blocks)?;
+        let first = Launch::new(blocks, BLOCK);
+        self.launch(stream, &REDUCE, &format!("{op}_{dtype}"), first, args![x, scratch, n, vector])?;
+        self.launch(
+            stream,
+            &REDUCE,
+            "sum_partials",
+            Launch::new(1, BLOCK),
+            args![scratch, blocks, out, accumulate],
+        )
+    }
+
+    pub(super) fn reciprocal(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        expect("reciprocal", "src", src, Dtype::F32, 0)?;
+        expect("reciprocal", "dst", dst, Dtype::F32, 0)?;
+        expect_equal_len("reciprocal", src, dst)?;
+        let n = src.len();
+        if n == 0 {
+            return Ok(());
+        }
+        self.launch(stream, &ELEMENTWISE, "reciprocal", self.flat(n, false), args![src, dst, n])
+    }
+
+    pub(super) fn clip_scale(
+        &self,
+        stream: &Stream,
+        squares: &Buffer,
+        max_norm: f32,
+        out: &Buffer,
+    ) -> Result<()> {
+        expect("clip_scale", "sum_squares", squares, Dtype::F32, 1)?;
+        expect("clip_scale", "out", out, Dtype::F32, 2)?;
+        self.launch(stream, &ELEMENTWISE, "clip_scale", Launch::new(1, 1), args![squares, max_norm, out])
+    }
+
+    pub(super) fn adamw(&self, stream: &Stream, a: &AdamW<'_>) -> Result<()> {
+        let n = a.master.len();
+        let mut buffers = vec![a.master, a.moment1, a.moment2, a.grad];
+        buffers.extend(a.compute);
+        for buffer in &buffers {
+            float("adamw", buffer)?;
+            expect_equal_len("adamw", a.master, buffer)?;
+        }
+        expect("adamw", "clip", a.clip, Dtype::F32, 1)?;
+        if n == 0 {
+            return Ok(());
+        }
+        let (vector, s) = (aligned(&buffers), a.scalars);
+        let compute_code = a.compute.map_or(0, |buffer| code(buffer.dtype()));
+        let values = args![
+            a.master,
+            code(a.master.dtype()),
+            a.moment1,
+            code(a.moment1.dtype()),
+            a.moment2,
+            code(a.moment2.dtype()),
+            a.grad,
+            code(a.grad.dtype()),
+            a.clip,
+            a.compute,
+            compute_code,
+            s.keep,
+            s.one_minus_beta1,
+            s.beta2,
+            s.one_minus_beta2,
+            s.bias2_sqrt,
+            s.eps,
+            s.step_size,
+            n,
+            vector,
+        ];
+        self.launch(stream, &ADAMW, "adamw", self.flat(n, vector), values)
+    }
+}

@@ -1,0 +1,115 @@
+// Cross-entropy of rows of logits; one block a row. The first pass keeps a running maximum and a running sum of
+// exponentials, the second turns the row into its gradient. `vector`: rows are 16-byte aligned.
+
+// A finite stand-in for minus infinity: differences with it never become NaN.
+#define LOWEST (-3.402823466e+38f)
+
+// The sum of exp(x − max) over what was seen.
+struct Running {
+    float max, sum;
+};
+
+__device__ __forceinline__ Running merged(Running a, Running b) {
+    const float max = fmaxf(a.max, b.max);
+    return {max, a.sum * expf(a.max - max) + b.sum * expf(b.max - max)};
+}
+
+__device__ __forceinline__ Running warp_merged(Running a) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        const float max = __shfl_xor_sync(0xffffffffu, a.max, offset);
+        const float sum = __shfl_xor_sync(0xffffffffu, a.sum, offset);
+        // Lanes see the two in either order; merging is symmetric, so they agree to the bit.
+        a = merged(a, Running{max, sum});
+    }
+    return a;
+}
+
+__device__ __forceinline__ Running block_merged(Running a) {
+    __shared__ Running warps[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = blockDim.x / 32;
+    a = warp_merged(a);
+    __syncthreads();
+    if (lane == 0) warps[warp] = a;
+    __syncthreads();
+    a = lane < count ? warps[lane] : Running{LOWEST, 0.0f};
+    return warp_merged(a);
+}
+
+template <typename T> __device__ __forceinline__ Running row_statistics(const T* row, i64 vocab, i64 groups) {
+    Running state = {LOWEST, 0.0f};
+    for (i64 i = threadIdx.x; i < groups; i += blockDim.x) {
+        float v[8];
+        load8(row + i * 8, v);
+        float max = state.max;
+#pragma unroll
+        for (int j = 0; j < 8; j++) max = fmaxf(max, v[j]);
+        float sum = state.sum * expf(state.max - max);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += expf(v[j] - max);
+        state = {max, sum};
+    }
+    for (i64 i = groups * 8 + threadIdx.x; i < vocab; i += blockDim.x) {
+        state = merged(state, Running{to_f32(row[i]), 1.0f});
+    }
+    return state;
+}
+
+template <typename T>
+__device__ __forceinline__ void write_gradient(
+    T* row, i64 vocab, i64 groups, Running whole, i64 label, float seed, bool ignored
+) {
+    const float inverse = 1.0f / whole.sum;
+    for (i64 i = threadIdx.x; i < groups; i += blockDim.x) {
+        float v[8];
+        load8(row + i * 8, v);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float p = expf(v[j] - whole.max) * inverse;
+            v[j] = ignored ? 0.0f : (p - (i * 8 + j == label ? 1.0f : 0.0f)) * seed;
+        }
+        store8(row + i * 8, v);
+    }
+    for (i64 i = groups * 8 + threadIdx.x; i < vocab; i += blockDim.x) {
+        const float p = expf(to_f32(row[i]) - whole.max) * inverse;
+        row[i] = from_f32<T>(ignored ? 0.0f : (p - (i == label ? 1.0f : 0.0f)) * seed);
+    }
+}
+
+// `seed` is null when only the losses are wanted. A label beyond the vocabulary gives a loss that is not a
+// number rather than a read out of bounds.
+template <typename T>
+__device__ void cross_entropy(
+    T* logits, const int* labels, float* losses, const float* seed, i64 rows, i64 vocab, i64 stride, i64 vector
+) {
+    const i64 groups = vector ? vocab / 8 : 0;
+    for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        T* row = logits + r * stride;
+        const i64 label = labels[r];
+        const bool ignored = label < 0;
+        Running whole = {0.0f, 1.0f};
+        if (!ignored) {
+            // The same for the whole block, so every thread meets the barriers inside.
+            whole = block_merged(row_statistics(row, vocab, groups));
+        }
+        if (threadIdx.x == 0) {
+            const float own = label < 0 || label >= vocab ? __int_as_float(0x7fffffff) : to_f32(row[label]);
+            losses[r] = ignored ? 0.0f : (whole.max - own) + logf(whole.sum);
+        }
+        if (!seed) continue;
+        // The label's logit is read before anyone overwrites it.
+        __syncthreads();
+        write_gradient(row, vocab, groups, whole, label, seed[0], ignored);
+    }
+}
+
+#define CROSS_ENTROPY(T, t) \
+    extern "C" __global__ void cross_entropy_##t( \
+        T* logits, const int* labels, float* losses, const float* seed, i64 rows, i64 vocab, i64 stride, \
+        i64 vector \
+    ) { \
+        cross_entropy(logits, labels, losses, seed, rows, vocab, stride, vector); \
+    }
+CROSS_ENTROPY(float, f32)
+CROSS_ENTROPY(bf16, bf16)
+CROSS_ENTROPY(f16, f16)
