@@ -183,7 +183,7 @@ impl Shared {
             }
             let Some(left) = self.timeout.checked_sub(started.elapsed()).filter(|left| !left.is_zero())
             else {
-                let missing = list_ranks(slot.missing(0));
+                let missing = crate::error::list_ranks(slot.missing(0));
                 let (group, what) = (self.name.clone(), post.what.clone());
                 let seconds = started.elapsed().as_secs_f64();
                 let error = Error::Timeout { rank, group, op, what, seconds, missing };
@@ -228,12 +228,6 @@ impl Slot {
         let (peer, theirs) = self.posts.iter().enumerate().find_map(other)?;
         Some(Error::Mismatch { group: group.to_string(), rank, mine: post.issued(), peer, theirs })
     }
-}
-
-fn list_ranks(ranks: impl Iterator<Item = usize>) -> String {
-    let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", ranks.join(", "))
 }
 
 /// A rank inside a complete slot. However it leaves, even in a panic, the others hear of it.
