@@ -76,7 +76,10 @@ impl Buffer {
     /// The same bytes as elements of another type; the byte count must divide.
     pub fn cast_bits(&self, dtype: Dtype) -> Result<Buffer> {
         if !self.num_bytes().is_multiple_of(dtype.bytes()) {
-            return Err(Error::argument("Buffer::cast_bits", format!("{} bytes as {dtype}", self.num_bytes())));
+            return Err(Error::argument(
+                "Buffer::cast_bits",
+                format!("{} bytes as {dtype}", self.num_bytes()),
+            ));
         }
         Buffer::new(self.memory.clone(), self.offset, dtype, self.num_bytes() / dtype.bytes())
     }

@@ -65,7 +65,10 @@ impl Gemm<'_> {
         }
         for (name, matrix) in [("a", &self.a), ("b", &self.b), ("c", &self.c)] {
             if matrix.stride < matrix.cols {
-                return Err(Error::argument("gemm", format!("{name}: stride {} < {}", matrix.stride, matrix.cols)));
+                return Err(Error::argument(
+                    "gemm",
+                    format!("{name}: stride {} < {}", matrix.stride, matrix.cols),
+                ));
             }
             matrix.buffer.expect_len("gemm", name, matrix.span())?;
         }
@@ -133,8 +136,8 @@ pub struct RmsNormGrad<'a> {
     /// Gradient arriving along the residual; may be `dx` itself.
     pub dresidual: Option<&'a Buffer>,
     pub dx: &'a Buffer,
-    /// Of `x`'s dtype or f32.
-    pub dweight: &'a Buffer,
+    /// Of `x`'s dtype or f32; None where the weight is frozen.
+    pub dweight: Option<&'a Buffer>,
     /// f32 of [`crate::Profile::norm_scratch`].
     pub scratch: &'a Buffer,
     pub rows: usize,
@@ -336,7 +339,14 @@ pub trait Kernels {
 
     /// out[0] = Σ x (x f32; out one f32), plus what is there when `accumulate`. `scratch`: f32 of
     /// [`crate::Profile::sum_scratch`].
-    fn sum(&self, stream: &Stream, x: &Buffer, out: &Buffer, scratch: &Buffer, accumulate: bool) -> Result<()>;
+    fn sum(
+        &self,
+        stream: &Stream,
+        x: &Buffer,
+        out: &Buffer,
+        scratch: &Buffer,
+        accumulate: bool,
+    ) -> Result<()>;
 
     /// out[0] = Σ x² (x of any float dtype; out one f32), plus what is there when `accumulate`.
     fn sum_squares(

@@ -67,7 +67,7 @@ pub trait Device: Kernels + fmt::Debug + Send + Sync {
 }
 
 /// Typed conveniences over [`Device::write`] and [`Device::read`].
-impl dyn Device {
+impl dyn Device + '_ {
     pub fn write_slice<T: Element>(&self, stream: &Stream, src: &[T], dst: &Buffer) -> Result<()> {
         dst.expect_dtype::<T>("write")?;
         self.write(stream, dtype::bytes_of(src), dst)

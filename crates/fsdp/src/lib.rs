@@ -1,1 +1,23 @@
+//! Fully sharded data parallel: plan, layout, schedule and the engine that walks it.
+//!
+//! [`Plan`] is made first, from shapes alone: which blocks form a unit, which bytes of it each rank owns, in
+//! which order things happen, and where every tensor of a step lies. [`Engine`] then does what the plan says.
+#![forbid(unsafe_code)]
 
+mod batch;
+mod engine;
+mod error;
+mod layout;
+mod plan;
+mod schedule;
+mod settings;
+mod wrap;
+
+pub use batch::{Field, HostBatch};
+pub use engine::{Engine, Groups, Hyper, Report, Source};
+pub use error::{Error, Result};
+pub use layout::{Layout, Piece, Place, Span, Unit};
+pub use plan::{Plan, Region};
+pub use schedule::{Action, Part, Schedule};
+pub use settings::{Precision, Settings, Strategy};
+pub use wrap::Wrap;

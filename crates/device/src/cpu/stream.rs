@@ -148,10 +148,10 @@ fn spawn_worker(name: &str, failed: Arc<Mutex<Option<Error>>>) -> Result<Sender<
             }
         }
     };
-    std::thread::Builder::new()
-        .name(name.to_string())
-        .spawn(body)
-        .map_err(|e| Error::Stream { stream: name.to_string(), what: format!("cannot start its thread: {e}") })?;
+    std::thread::Builder::new().name(name.to_string()).spawn(body).map_err(|e| Error::Stream {
+        stream: name.to_string(),
+        what: format!("cannot start its thread: {e}"),
+    })?;
     Ok(sender)
 }
 

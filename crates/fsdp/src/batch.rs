@@ -1,0 +1,67 @@
+//! Micro-batches on the host.
+
+use crate::{Error, Result};
+use device::Dtype;
+use tensor::Shape;
+use tensor::ops::field;
+
+/// The name, type and shape of one field of a micro-batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Field {
+    pub name: &'static str,
+    pub dtype: Dtype,
+    pub shape: Shape,
+}
+
+impl Field {
+    pub fn num_bytes(&self) -> usize {
+        self.shape.numel() * self.dtype.bytes()
+    }
+
+    /// The fields of a token model's micro-batch.
+    pub fn tokens(rows: usize, seq: usize) -> Vec<Field> {
+        [field::IDS, field::ORDER, field::POSITIONS, field::LABELS]
+            .map(|name| Field { name, dtype: Dtype::I32, shape: [rows, seq].into() })
+            .to_vec()
+    }
+}
+
+/// One micro-batch of one rank: bytes for each field, in the plan's order, and how many targets its loss
+/// counts.
+#[derive(Clone, Debug)]
+pub struct HostBatch {
+    pub fields: Vec<Vec<u8>>,
+    pub num_targets: usize,
+}
+
+impl HostBatch {
+    /// A micro-batch of a token model: rows of `seq` tokens, each row one document. Labels are already
+    /// shifted; negative ones are ignored. Ids are checked against the vocabulary here, once.
+    pub fn tokens(ids: &[i32], labels: &[i32], seq: usize, vocab: usize) -> Result<Self> {
+        let fail = |name: &str, what: String| Err(Error::Batch { name: name.into(), what });
+        if ids.len() != labels.len() || seq == 0 || !ids.len().is_multiple_of(seq) {
+            return fail("labels", format!("{} ids, {} labels, rows of {seq}", ids.len(), labels.len()));
+        }
+        let outside = |id: &i32| *id < 0 || *id as usize >= vocab;
+        if let Some(at) = ids.iter().position(outside) {
+            return fail("ids", format!("token {} at {at} is outside the vocabulary of {vocab}", ids[at]));
+        }
+        if let Some(at) = labels.iter().position(|label| *label >= 0 && *label as usize >= vocab) {
+            return fail(
+                "labels",
+                format!("label {} at {at} is outside the vocabulary of {vocab}", labels[at]),
+            );
+        }
+        let mut order: Vec<i32> = (0..ids.len() as i32).collect();
+        order.sort_by_key(|&at| ids[at as usize]);
+        let positions: Vec<i32> = (0..ids.len()).map(|at| (at % seq) as i32).collect();
+        Ok(HostBatch {
+            fields: [ids, &order, &positions, labels].map(|values| bytes(values)).to_vec(),
+            num_targets: labels.iter().filter(|label| **label >= 0).count(),
+        })
+    }
+}
+
+fn bytes(values: &[i32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+}

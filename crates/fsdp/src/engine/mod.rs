@@ -1,0 +1,304 @@
+//! The engine: walks the schedule on one rank.
+
+mod fill;
+mod step;
+mod view;
+
+pub use fill::Source;
+
+use crate::plan::align;
+use crate::{Error, Plan, Result};
+use comm::Group;
+use device::{Buffer, Device, Dtype, Event, Role, Stream};
+use std::sync::Arc;
+use tensor::arena::{ALIGN_BYTES, Arena};
+use tensor::optim::AdamW;
+use tensor::{Batch, Model, Tape, Tensor};
+
+/// The ranks to work with. Gathers and reduces have a group each, so that one never waits for the other.
+#[derive(Clone, Debug)]
+pub struct Groups {
+    pub gather: Arc<dyn Group>,
+    pub reduce: Arc<dyn Group>,
+}
+
+/// What may change from step to step.
+#[derive(Clone, Copy, Debug)]
+pub struct Hyper {
+    pub adamw: AdamW,
+    pub lr: f64,
+    /// 0: no clipping.
+    pub clip_norm: f32,
+    /// From 1.
+    pub step: u64,
+}
+
+/// What a step came to, over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// Mean over all targets of the batch.
+    pub loss: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub num_targets: usize,
+}
+
+/// One rank's engine.
+#[derive(Debug)]
+pub struct Engine {
+    fixed: Fixed,
+    walk: Walk,
+}
+
+/// What stays the same from step to step.
+#[derive(Debug)]
+struct Fixed {
+    plan: Arc<Plan>,
+    model: Arc<Model>,
+    device: Arc<dyn Device>,
+    groups: Groups,
+    compute: Stream,
+    gather: Stream,
+    reduce: Stream,
+    shards: Vec<Shard>,
+    constants: Vec<Tensor>,
+    batch: Batch,
+    scalars: Scalars,
+    /// One per schedule, over one region.
+    arenas: Vec<Arena>,
+}
+
+/// What a rank owns of a unit.
+#[derive(Debug)]
+struct Shard {
+    master: Buffer,
+    moments: [Buffer; 2],
+    /// What gathers take: the master itself where the dtypes are equal.
+    compute: Buffer,
+    /// Kept through the micro-batches of a step; None where the step has one and the arena holds it.
+    held_grad: Option<Buffer>,
+}
+
+/// Numbers that live on the device.
+#[derive(Debug)]
+struct Scalars {
+    count: Buffer,
+    seed: Tensor,
+    /// Sum of squares and summed loss, side by side: one collective serves both.
+    sums: Buffer,
+    sum_squares: Buffer,
+    loss_sum: Buffer,
+    /// Norm and clip scale, side by side.
+    norm_clip: Buffer,
+    clip: Buffer,
+    all: Buffer,
+}
+
+/// What is in the engine's hands while it walks a schedule.
+#[derive(Debug, Default)]
+struct Walk {
+    gathered: Vec<Option<Gathered>>,
+    grads: Vec<Option<UnitGrad>>,
+    /// Reduces in flight: when each is done, and what it holds until then.
+    reducing: Vec<Option<(Event, Vec<Tensor>)>>,
+    tapes: Vec<Option<Tape>>,
+    carry: Vec<Tensor>,
+    carry_grads: Vec<Option<Tensor>>,
+}
+
+#[derive(Debug)]
+struct Gathered {
+    weights: Tensor,
+    /// Until the compute stream has waited for it.
+    arriving: Option<Event>,
+}
+
+/// A unit's gradient on its way.
+#[derive(Debug)]
+struct UnitGrad {
+    /// The whole unit's, while its backward writes to it.
+    slot: Option<Tensor>,
+    /// Which of the unit's places have been written in this step.
+    written: Vec<std::cell::Cell<bool>>,
+    /// This rank's part, once reduced; the slot itself where nothing is sharded.
+    shard: Option<Tensor>,
+    /// Whether `shard` holds earlier micro-batches' sum.
+    reduced: bool,
+}
+
+impl Engine {
+    /// Takes the plan's memory and agrees with the other ranks that they have the same plan.
+    pub fn new(
+        device: Arc<dyn Device>,
+        plan: Arc<Plan>,
+        model: Arc<Model>,
+        groups: Groups,
+    ) -> Result<Engine> {
+        agree(&plan, &groups)?;
+        let bytes = plan.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
+        let region = device.alloc(bytes, "step")?;
+        let arenas =
+            plan.placements.iter().map(|placed| Arena::replay(region.clone(), placed.clone())).collect();
+        Self::with_arenas(device, plan, model, groups, arenas)
+    }
+
+    pub(crate) fn with_arenas(
+        device: Arc<dyn Device>,
+        plan: Arc<Plan>,
+        model: Arc<Model>,
+        groups: Groups,
+        arenas: Vec<Arena>,
+    ) -> Result<Engine> {
+        let compute = device.stream("compute", Role::Compute)?;
+        let gather = device.stream("gather", Role::Side)?;
+        let reduce = device.stream("reduce", Role::Side)?;
+        let shards = take_shards(&*device, &plan)?;
+        let constants = take_constants(&*device, &compute, &model)?;
+        let (batch, scalars) = take_batch(&*device, &plan)?;
+        let fixed = Fixed {
+            plan,
+            model,
+            device,
+            groups,
+            compute,
+            gather,
+            reduce,
+            shards,
+            constants,
+            batch,
+            scalars,
+            arenas,
+        };
+        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed })
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.fixed.plan
+    }
+
+    pub fn device(&self) -> &dyn Device {
+        &*self.fixed.device
+    }
+
+    /// The farthest byte of the step's region that was really used.
+    pub fn step_high_bytes(&self) -> usize {
+        self.fixed.arenas.iter().map(Arena::high_bytes).max().unwrap_or(0)
+    }
+
+    /// Waits for the last step and reads what it came to.
+    pub fn report(&self) -> Result<Report> {
+        let fixed = &self.fixed;
+        let values: Vec<f32> = fixed.device.read_vec(&fixed.compute, &fixed.scalars.all)?;
+        let [count, _, _, loss_sum, norm, ..] = values[..] else { panic!("scalars are eight numbers") };
+        let loss = f64::from(loss_sum) / f64::from(count);
+        Ok(Report { loss, grad_norm: f64::from(norm), num_targets: count as usize })
+    }
+}
+
+impl Fixed {
+    fn rank(&self) -> usize {
+        self.groups.gather.rank()
+    }
+
+    /// Which part of each unit is this rank's.
+    fn shard_index(&self) -> usize {
+        if self.plan.settings.is_sharded() { self.rank() } else { 0 }
+    }
+
+    fn unit_name(&self, unit: usize) -> &str {
+        &self.plan.layout.units[unit].name
+    }
+}
+
+impl Walk {
+    fn new(units: usize) -> Self {
+        fn nothing<T>(units: usize) -> Vec<Option<T>> {
+            (0..units).map(|_| None).collect()
+        }
+        Walk {
+            gathered: nothing(units),
+            grads: nothing(units),
+            reducing: nothing(units),
+            tapes: nothing(units),
+            carry: vec![],
+            carry_grads: vec![],
+        }
+    }
+}
+
+fn agree(plan: &Plan, groups: &Groups) -> Result<()> {
+    let (rank, mine) = (groups.gather.rank(), plan.fingerprint);
+    for (peer, bytes) in groups.gather.exchange(&mine.to_le_bytes(), "plan fingerprint")?.iter().enumerate() {
+        let theirs = bytes.as_slice().try_into().map(u64::from_le_bytes).unwrap_or(0);
+        if theirs != mine {
+            return Err(Error::PlansDiffer { rank, peer, mine, theirs });
+        }
+    }
+    Ok(())
+}
+
+/// One region per kind; each unit takes its part of each.
+fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
+    let precision = &plan.settings.precision;
+    let owned: usize = plan.layout.units.iter().map(|unit| unit.shard_len).sum();
+    let take = |dtype: Dtype, copies: usize, what: &str| device.alloc_buffer(dtype, copies * owned, what);
+    let master = take(precision.master, 1, "master weights")?;
+    let moments = take(precision.moments, 2, "moments")?;
+    let copy =
+        precision.has_compute_copy().then(|| take(precision.compute, 1, "compute weights")).transpose()?;
+    let held = plan.holds_gradients().then(|| take(precision.grad, 1, "held gradients")).transpose()?;
+    let mut start = 0;
+    let mut shards = Vec::with_capacity(plan.layout.units.len());
+    for unit in &plan.layout.units {
+        let len = unit.shard_len;
+        let master = master.slice(start, len)?;
+        shards.push(Shard {
+            moments: [moments.slice(start, len)?, moments.slice(owned + start, len)?],
+            compute: copy.as_ref().map_or(Ok(master.clone()), |copy| copy.slice(start, len))?,
+            held_grad: held.as_ref().map(|held| held.slice(start, len)).transpose()?,
+            master,
+        });
+        start += len;
+    }
+    Ok(shards)
+}
+
+fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {
+    let region = device.alloc(Plan::constant_bytes(model), "constants")?;
+    let mut offset = 0;
+    let mut constants = Vec::with_capacity(model.constants.len());
+    for constant in &model.constants {
+        let buffer = Buffer::new(region.clone(), offset, Dtype::F32, constant.shape.numel())?;
+        if !matches!(stream, Stream::Null) {
+            device.write_slice(stream, &(constant.values)(), &buffer)?;
+        }
+        constants.push(Tensor::over(buffer, constant.shape.clone())?);
+        offset += align(constant.shape.numel() * 4);
+    }
+    Ok(constants)
+}
+
+fn take_batch(device: &dyn Device, plan: &Plan) -> Result<(Batch, Scalars)> {
+    let fields = &plan.settings.fields;
+    let bytes: usize = fields.iter().map(|field| align(field.num_bytes())).sum();
+    let region = device.alloc(bytes + ALIGN_BYTES, "batch")?;
+    let mut batch = Batch::default();
+    let mut offset = 0;
+    for field in fields {
+        let buffer = Buffer::new(region.clone(), offset, field.dtype, field.shape.numel())?;
+        batch.set(field.name, Tensor::over(buffer, field.shape.clone())?);
+        offset += align(field.num_bytes());
+    }
+    let all = Buffer::new(region, offset, Dtype::F32, 8)?;
+    let scalars = Scalars {
+        count: all.slice(0, 1)?,
+        seed: Tensor::over(all.slice(1, 1)?, [1])?,
+        sums: all.slice(2, 2)?,
+        sum_squares: all.slice(2, 1)?,
+        loss_sum: all.slice(3, 1)?,
+        norm_clip: all.slice(4, 2)?,
+        clip: all.slice(5, 1)?,
+        all,
+    };
+    Ok((batch, scalars))
+}

@@ -1,0 +1,336 @@
+//! One training step: each action of the schedule, done.
+
+use super::view::View;
+use super::{Engine, Fixed, Gathered, UnitGrad, Walk};
+use crate::{Action, Error, HostBatch, Hyper, Result};
+use comm::Reduction;
+use device::Dtype;
+use std::cell::Cell;
+use tensor::optim::Decay;
+use tensor::{Arena, Context, Kind, Mode, Tape, Tensor};
+
+impl Engine {
+    /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
+    /// where [`Engine::report`] is called.
+    pub fn step(&mut self, batches: &[HostBatch], hyper: &Hyper) -> Result<()> {
+        let expected = self.fixed.plan.settings.micro_batches;
+        let planned = self.fixed.plan.schedules.len();
+        if batches.len() != expected && batches.len() != planned {
+            let what = format!("{} micro-batches where the plan has {expected}", batches.len());
+            return Err(Error::Settings(what));
+        }
+        let num_targets: usize = batches.iter().map(|batch| batch.num_targets).sum();
+        for (index, batch) in batches.iter().enumerate() {
+            let schedule = self.fixed.plan.schedule_of(index, batches.len());
+            self.fixed.load(batch)?;
+            self.walk_schedule(schedule, num_targets, hyper)?;
+        }
+        Ok(())
+    }
+
+    fn walk_schedule(&mut self, index: usize, num_targets: usize, hyper: &Hyper) -> Result<()> {
+        let plan = self.fixed.plan.clone();
+        let arena = self.fixed.arenas[index].clone();
+        arena.restart();
+        for action in &plan.schedules[index].actions {
+            self.act(*action, &arena, num_targets, hyper).map_err(|source| Error::Action {
+                rank: self.fixed.rank(),
+                action: action.name(),
+                unit: action.unit().map_or("-", |unit| self.fixed.unit_name(unit)).to_string(),
+                source: Box::new(source),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn act(&mut self, action: Action, arena: &Arena, num_targets: usize, hyper: &Hyper) -> Result<()> {
+        let (fixed, walk) = (&self.fixed, &mut self.walk);
+        match action {
+            Action::Count => fixed.count(num_targets),
+            Action::Gather(unit) => walk.gather(fixed, arena, unit),
+            Action::Forward(unit) => walk.forward(fixed, arena, unit),
+            Action::Free(unit) => {
+                walk.gathered[unit] = None;
+                Ok(())
+            }
+            Action::Turn(unit) => walk.turn(fixed, arena, unit),
+            Action::Backward(unit) => walk.backward(fixed, arena, unit),
+            Action::Reduce(unit) => walk.reduce(fixed, arena, unit),
+            Action::Settle(unit) => walk.settle(fixed, unit),
+            Action::Norm => walk.norm(fixed, arena, hyper),
+            Action::Update(unit) => walk.update(fixed, unit, hyper),
+        }
+    }
+}
+
+impl Fixed {
+    /// Writes a micro-batch into its fields.
+    fn load(&self, batch: &HostBatch) -> Result<()> {
+        let fields = &self.plan.settings.fields;
+        if batch.fields.len() != fields.len() {
+            let what = format!("{} fields where the plan has {}", batch.fields.len(), fields.len());
+            return Err(Error::Batch { name: "*".into(), what });
+        }
+        for (field, bytes) in fields.iter().zip(&batch.fields) {
+            if bytes.len() != field.num_bytes() {
+                let what = format!("{} bytes where {} belong", bytes.len(), field.num_bytes());
+                return Err(Error::Batch { name: field.name.into(), what });
+            }
+            self.device.write(&self.compute, bytes, self.batch.get(field.name)?.buffer())?;
+        }
+        Ok(())
+    }
+
+    fn count(&self, num_targets: usize) -> Result<()> {
+        let scalars = &self.scalars;
+        self.device.write_slice(&self.compute, &[num_targets as f32], &scalars.count)?;
+        self.sum_over_ranks(&scalars.count, "target count")?;
+        self.device.reciprocal(&self.compute, &scalars.count, scalars.seed.buffer())?;
+        Ok(self.device.fill(&self.compute, &scalars.sums, 0.0)?)
+    }
+
+    /// Sums a few numbers over all ranks, in place.
+    fn sum_over_ranks(&self, numbers: &device::Buffer, what: &str) -> Result<()> {
+        if self.plan.settings.ranks == 1 {
+            return Ok(());
+        }
+        self.reduce.wait(&self.compute.record()?)?;
+        self.groups.reduce.all_reduce(&self.reduce, numbers, Reduction::Sum, what)?;
+        Ok(self.compute.wait(&self.reduce.record()?)?)
+    }
+
+    fn context<'a>(&'a self, arena: &'a Arena, weights: &'a View<'a>) -> Context<'a> {
+        Context {
+            device: &*self.device,
+            stream: &self.compute,
+            arena,
+            weights,
+            constants: &self.constants,
+            batch: &self.batch,
+            seed: &self.scalars.seed,
+            mode: Mode::Train,
+            compute: self.plan.settings.precision.compute,
+            loss_chunk: self.plan.settings.loss_chunk,
+        }
+    }
+}
+
+impl Walk {
+    /// The gather starts once compute has reached this point: what it overwrites is then spent.
+    fn gather(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        let len = fixed.plan.layout.unit_len(unit);
+        let weights = arena.tensor(fixed.plan.settings.precision.compute, [len], Kind::Gathered)?;
+        fixed.gather.wait(&fixed.compute.record()?)?;
+        let mine = &fixed.shards[unit].compute;
+        fixed.groups.gather.all_gather(&fixed.gather, mine, weights.buffer(), fixed.unit_name(unit))?;
+        self.gathered[unit] = Some(Gathered { weights, arriving: Some(fixed.gather.record()?) });
+        Ok(())
+    }
+
+    /// Compute waits for the weights it is about to use.
+    fn arrive(&mut self, fixed: &Fixed, unit: usize) -> Result<()> {
+        for need in &fixed.plan.layout.units[unit].needs {
+            if let Some(event) = self.gathered[*need].as_mut().and_then(|gathered| gathered.arriving.take()) {
+                fixed.compute.wait(&event)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        self.arrive(fixed, unit)?;
+        let (mut tape, carry) = (Tape::default(), std::mem::take(&mut self.carry));
+        let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
+        let view = View::new(fixed, self);
+        let carry = tape.forward(fixed.context(arena, &view), blocks.iter().map(|block| &**block), carry)?;
+        self.carry = carry;
+        self.tapes[unit] = Some(tape);
+        Ok(())
+    }
+
+    /// Forward of the last unit, its losses summed, and straight back.
+    fn turn(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        self.take_slots(fixed, arena, unit)?;
+        self.forward(fixed, arena, unit)?;
+        let losses = std::mem::take(&mut self.carry);
+        for loss in &losses {
+            let scratch = sum_scratch(fixed, arena)?;
+            let (x, out) = (loss.buffer(), &fixed.scalars.loss_sum);
+            fixed.device.sum(&fixed.compute, x, out, scratch.buffer(), true)?;
+        }
+        self.carry_grads = losses.iter().map(|_| None).collect();
+        drop(losses);
+        self.walk_back(fixed, arena, unit)
+    }
+
+    fn backward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        self.take_slots(fixed, arena, unit)?;
+        self.arrive(fixed, unit)?;
+        self.walk_back(fixed, arena, unit)
+    }
+
+    fn walk_back(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        let tape = self.tapes[unit].take().expect("a unit's forward comes before its backward");
+        let grads = std::mem::take(&mut self.carry_grads);
+        let view = View::new(fixed, self);
+        self.carry_grads = tape.backward(fixed.context(arena, &view), grads)?;
+        Ok(())
+    }
+
+    /// Room for the gradients of the units this one's backward writes to.
+    fn take_slots(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        let settings = &fixed.plan.settings;
+        for &need in &fixed.plan.layout.units[unit].needs {
+            let len = fixed.plan.layout.unit_len(need);
+            let places = fixed.plan.layout.units[need].places.len();
+            let grad = self.grads[need].get_or_insert_with(|| UnitGrad {
+                slot: None,
+                written: vec![Cell::new(false); places],
+                shard: None,
+                reduced: false,
+            });
+            if grad.slot.is_some() {
+                continue;
+            }
+            grad.slot = Some(match &fixed.shards[need].held_grad {
+                _ if settings.is_sharded() => {
+                    arena.tensor(settings.precision.reduce, [len], Kind::GradientSlot)?
+                }
+                Some(held) => Tensor::over(held.clone(), [len])?,
+                None => arena.tensor(settings.precision.grad, [len], Kind::Gradient)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// The reduce starts once the backward has written its last; it is in flight until settled.
+    fn reduce(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+        let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
+        fill_unwritten(fixed, unit, grad)?;
+        fixed.reduce.wait(&fixed.compute.record()?)?;
+        let (group, name) = (&fixed.groups.reduce, fixed.unit_name(unit));
+        let mut holds = Vec::new();
+        if fixed.plan.settings.is_sharded() {
+            let slot = grad.slot.take().expect("a slot until the reduce");
+            // The next micro-batch writes a slot of its own.
+            grad.written.iter().for_each(|written| written.set(false));
+            let (shard, staging) = self.shard_grad(fixed, arena, unit)?;
+            let landing = staging.as_ref().unwrap_or(&shard);
+            group.reduce_scatter(&fixed.reduce, slot.buffer(), landing.buffer(), name)?;
+            let grad = self.grads[unit].as_mut().expect("still there");
+            match &staging {
+                Some(part) if grad.reduced => {
+                    fixed.device.add(&fixed.reduce, part.buffer(), shard.buffer())?;
+                }
+                Some(part) => fixed.device.cast(&fixed.reduce, part.buffer(), shard.buffer())?,
+                None => {}
+            }
+            grad.reduced = true;
+            grad.shard = Some(shard);
+            holds.extend([Some(slot), staging].into_iter().flatten());
+        } else {
+            let slot = grad.slot.as_ref().expect("unsharded gradients stay where they are");
+            group.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
+        }
+        self.reducing[unit] = Some((fixed.reduce.record()?, holds));
+        Ok(())
+    }
+
+    /// Where a shard's gradient is kept, and a staging buffer where the reduce cannot write there directly: a
+    /// reduce-scatter cannot add to its output, nor change the dtype.
+    fn shard_grad(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<(Tensor, Option<Tensor>)> {
+        let precision = &fixed.plan.settings.precision;
+        let len = fixed.plan.layout.units[unit].shard_len;
+        let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
+        let shard = match (grad.shard.take(), &fixed.shards[unit].held_grad) {
+            (Some(shard), _) => shard,
+            (None, Some(held)) => Tensor::over(held.clone(), [len])?,
+            (None, None) => arena.tensor(precision.grad, [len], Kind::Gradient)?,
+        };
+        let direct = precision.reduce == precision.grad && !grad.reduced;
+        let staging =
+            (!direct).then(|| arena.tensor(precision.reduce, [len], Kind::GradientSlot)).transpose()?;
+        Ok((shard, staging))
+    }
+
+    fn settle(&mut self, fixed: &Fixed, unit: usize) -> Result<()> {
+        if let Some((event, holds)) = self.reducing[unit].take() {
+            fixed.compute.wait(&event)?;
+            drop(holds);
+        }
+        Ok(())
+    }
+
+    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. A unit that
+    /// every rank holds whole is counted by rank 0 alone.
+    fn norm(&mut self, fixed: &Fixed, arena: &Arena, hyper: &Hyper) -> Result<()> {
+        let scalars = &fixed.scalars;
+        let counts = fixed.plan.settings.is_sharded() || fixed.rank() == 0;
+        for unit in 0..self.grads.len() {
+            if let Some(grad) = &self.grads[unit] {
+                fill_unwritten(fixed, unit, grad)?;
+            }
+            let Some(grad) = self.owned_grad(fixed, unit) else { continue };
+            for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
+                let scratch = sum_scratch(fixed, arena)?;
+                if counts {
+                    let part = grad.buffer().slice(span.start, span.len)?;
+                    let out = &scalars.sum_squares;
+                    fixed.device.sum_squares(&fixed.compute, &part, out, scratch.buffer(), true)?;
+                }
+            }
+        }
+        fixed.sum_over_ranks(&scalars.sums, "gradient norm and loss")?;
+        Ok(fixed.device.clip_scale(
+            &fixed.compute,
+            &scalars.sum_squares,
+            hyper.clip_norm,
+            &scalars.norm_clip,
+        )?)
+    }
+
+    fn owned_grad(&self, fixed: &Fixed, unit: usize) -> Option<&Tensor> {
+        let grad = self.grads[unit].as_ref()?;
+        if fixed.plan.settings.is_sharded() { grad.shard.as_ref() } else { grad.slot.as_ref() }
+    }
+
+    /// Clip and AdamW in one pass over each span; the gradient is gone afterwards.
+    fn update(&mut self, fixed: &Fixed, unit: usize, hyper: &Hyper) -> Result<()> {
+        let shard = &fixed.shards[unit];
+        let precision = &fixed.plan.settings.precision;
+        if let Some(grad) = self.owned_grad(fixed, unit) {
+            for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
+                let part = |buffer: &device::Buffer| buffer.slice(span.start, span.len);
+                let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
+                let compute = precision.has_compute_copy().then(|| part(&shard.compute)).transpose()?;
+                let args = device::AdamW {
+                    master: &part(&shard.master)?,
+                    moment1: &part(&shard.moments[0])?,
+                    moment2: &part(&shard.moments[1])?,
+                    grad: &part(grad.buffer())?,
+                    clip: &fixed.scalars.clip,
+                    compute: compute.as_ref(),
+                    scalars: hyper.adamw.scalars(hyper.step, hyper.lr, decays),
+                };
+                fixed.device.adamw(&fixed.compute, &args)?;
+            }
+        }
+        self.grads[unit] = None;
+        Ok(())
+    }
+}
+
+/// A weight no operation used has a gradient of zero.
+fn fill_unwritten(fixed: &Fixed, unit: usize, grad: &UnitGrad) -> Result<()> {
+    let Some(slot) = &grad.slot else { return Ok(()) };
+    for (place, written) in fixed.plan.layout.units[unit].places.iter().zip(&grad.written) {
+        if !written.replace(true) {
+            fixed.device.fill(&fixed.compute, &slot.buffer().slice(place.offset, place.len)?, 0.0)?;
+        }
+    }
+    Ok(())
+}
+
+fn sum_scratch(fixed: &Fixed, arena: &Arena) -> Result<Tensor> {
+    Ok(arena.tensor(Dtype::F32, [fixed.device.profile().sum_scratch()], Kind::Scratch)?)
+}

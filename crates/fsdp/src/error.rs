@@ -1,0 +1,34 @@
+pub type Result<T> = std::result::Result<T, Error>;
+
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    #[error("rank {rank}, {action} of unit {unit}: {source}")]
+    Action { rank: usize, action: &'static str, unit: String, source: Box<Error> },
+
+    #[error("wrap policy: no block is of kind {wanted}; this model has {kinds}")]
+    WrapMatchesNothing { wanted: String, kinds: String },
+
+    #[error("settings: {0}")]
+    Settings(String),
+
+    #[error(
+        "rank {rank} and rank {peer} do not have the same plan ({mine:016x} and {theirs:016x}): model, mesh, \
+         precision, batch and schedule must be equal on all ranks; compare their configurations"
+    )]
+    PlansDiffer { rank: usize, peer: usize, mine: u64, theirs: u64 },
+
+    #[error("weight {name}: {what}")]
+    Weight { name: String, what: String },
+
+    #[error("batch field {name}: {what}")]
+    Batch { name: String, what: String },
+
+    #[error(transparent)]
+    Tensor(#[from] tensor::Error),
+
+    #[error(transparent)]
+    Comm(#[from] comm::Error),
+
+    #[error(transparent)]
+    Device(#[from] device::Error),
+}

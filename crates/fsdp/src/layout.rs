@@ -1,0 +1,171 @@
+//! Which bytes of a unit each rank owns.
+//!
+//! A unit is one flat buffer: its items one after another, each aligned, the whole padded to equal ranges per
+//! rank. A gather lands in place, weights are views into it, and gradients are written where the reduce takes
+//! them from. Only names need a map, and that is [`Layout::pieces`].
+
+use crate::{Result, Settings};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use tensor::{ItemId, Model};
+
+/// Items and range cuts lie at multiples of this many elements: 256 bytes in the smallest dtype.
+pub const ALIGN: usize = 128;
+
+/// Where an item lies in its unit, in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub item: ItemId,
+    pub offset: usize,
+    pub len: usize,
+    pub is_matrix: bool,
+}
+
+/// Weights gathered together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    pub name: String,
+    pub blocks: Range<usize>,
+    /// Items it owns, in order of their offsets. A tied item is owned by its first user's unit.
+    pub places: Vec<Place>,
+    /// Units whose items its blocks use: itself, and the owners of tied items.
+    pub needs: BTreeSet<usize>,
+    /// Elements each rank owns; the unit has `num_shards` times as many, padding included.
+    pub shard_len: usize,
+}
+
+/// A stretch of a shard that holds weights and no padding, all of which decay or all of which do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub start: usize,
+    pub len: usize,
+    pub is_matrix: bool,
+}
+
+/// A stretch of one weight that one rank owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub name: String,
+    /// First element within the weight.
+    pub start: usize,
+    pub len: usize,
+    /// First element within the rank's shard.
+    pub at: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub units: Vec<Unit>,
+    /// Which unit and place holds each item.
+    pub owner: Vec<(usize, usize)>,
+    pub num_shards: usize,
+}
+
+impl Layout {
+    pub fn new(model: &Model, settings: &Settings) -> Result<Self> {
+        let ranges = settings.wrap.units(model)?;
+        let num_shards = settings.num_shards();
+        let mut owner: Vec<Option<(usize, usize)>> = vec![None; model.items.len()];
+        let mut units = Vec::with_capacity(ranges.len());
+        for (index, blocks) in ranges.into_iter().enumerate() {
+            let used: Vec<ItemId> =
+                model.blocks[blocks.clone()].iter().flat_map(|block| block.items()).collect();
+            let places = places(model, used.iter().copied().filter(|item| owner[item.0].is_none()));
+            for (at, place) in places.iter().enumerate() {
+                owner[place.item.0] = Some((index, at));
+            }
+            let needs = used.iter().filter_map(|item| owner[item.0]).map(|(unit, _)| unit).collect();
+            let numel = places.last().map_or(0, |place| place.offset + place.len);
+            let shard_len = numel.div_ceil(num_shards).next_multiple_of(ALIGN);
+            units.push(Unit { name: unit_name(model, &blocks), blocks, places, needs, shard_len });
+        }
+        let owner = owner.into_iter().map(|owner| owner.expect("every item is some block's")).collect();
+        Ok(Layout { units, owner, num_shards })
+    }
+
+    /// Elements of the whole unit, padding included.
+    pub fn unit_len(&self, unit: usize) -> usize {
+        self.units[unit].shard_len * self.num_shards
+    }
+
+    /// The stretches of `shard`'s part of a unit that hold weights.
+    pub fn spans(&self, unit: usize, shard: usize) -> Vec<Span> {
+        let unit = &self.units[unit];
+        let mine = unit.shard_len * shard..unit.shard_len * (shard + 1);
+        let mut spans: Vec<Span> = Vec::new();
+        for place in &unit.places {
+            let start = place.offset.max(mine.start);
+            let end = (place.offset + place.len).min(mine.end);
+            if start >= end {
+                continue;
+            }
+            let span = Span { start: start - mine.start, len: end - start, is_matrix: place.is_matrix };
+            match spans.last_mut() {
+                Some(last) if last.start + last.len == span.start && last.is_matrix == span.is_matrix => {
+                    last.len += span.len;
+                }
+                _ => spans.push(span),
+            }
+        }
+        spans
+    }
+
+    /// The stretches of named weights that `shard`'s part of a unit holds.
+    pub fn pieces(&self, model: &Model, unit: usize, shard: usize) -> Vec<Piece> {
+        let unit = &self.units[unit];
+        let mine = unit.shard_len * shard..unit.shard_len * (shard + 1);
+        let mut pieces = Vec::new();
+        for place in &unit.places {
+            let mut offset = place.offset;
+            for member in &model.items[place.item.0].members {
+                let len = member.shape.numel();
+                let (start, end) = (offset.max(mine.start), (offset + len).min(mine.end));
+                if start < end {
+                    let name = member.name.clone();
+                    let piece =
+                        Piece { name, start: start - offset, len: end - start, at: start - mine.start };
+                    pieces.push(piece);
+                }
+                offset += len;
+            }
+        }
+        pieces
+    }
+}
+
+/// Vectors first, then matrices: a shard then has few spans.
+fn places(model: &Model, items: impl Iterator<Item = ItemId>) -> Vec<Place> {
+    let mut items: Vec<ItemId> = items.collect::<BTreeSet<_>>().into_iter().collect();
+    items.sort_by_key(|item| model.items[item.0].members[0].is_matrix());
+    let mut offset = 0usize;
+    items
+        .into_iter()
+        .map(|id| {
+            let item = &model.items[id.0];
+            let place = Place {
+                item: id,
+                offset: offset.next_multiple_of(ALIGN),
+                len: item.numel(),
+                is_matrix: item.members[0].is_matrix(),
+            };
+            offset = place.offset + place.len;
+            place
+        })
+        .collect()
+}
+
+/// "Embedding", "LlamaDecoderLayer 3", "Embedding…Head".
+fn unit_name(model: &Model, blocks: &Range<usize>) -> String {
+    let name = |index: usize| {
+        let kind = model.blocks[index].kind();
+        let same = |other: &&Box<dyn tensor::Block>| other.kind() == kind;
+        match model.blocks.iter().filter(same).count() {
+            1 => kind.to_string(),
+            _ => format!("{kind} {}", model.blocks[..index].iter().filter(same).count()),
+        }
+    };
+    match blocks.len() {
+        1 => name(blocks.start),
+        _ => format!("{}…{}", name(blocks.start), name(blocks.end - 1)),
+    }
+}

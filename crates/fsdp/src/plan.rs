@@ -1,0 +1,201 @@
+//! What a rank will hold and do, before anything is allocated.
+
+use crate::engine::Engine;
+use crate::{Action, HostBatch, Hyper, Layout, Part, Result, Schedule, Settings};
+use comm::{Group, Reduction};
+use device::{Buffer, Device, Dtype, Profile, Stream, null::Null};
+use std::fmt::Write;
+use std::sync::Arc;
+use tensor::arena::{ALIGN_BYTES, Placement};
+use tensor::optim::{AdamW, Decay};
+use tensor::{Arena, Kind, Model};
+
+/// One allocation on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    pub name: &'static str,
+    pub bytes: usize,
+}
+
+/// The plan of a rank. Every rank's is the same but for which shard is its own.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub settings: Settings,
+    pub profile: Profile,
+    pub layout: Layout,
+    pub schedules: Vec<Schedule>,
+    /// Where each schedule's tensors lie in the step's region.
+    pub placements: Vec<Arc<Placement>>,
+    /// A hash of all the above, equal on ranks that will work together.
+    pub fingerprint: u64,
+}
+
+impl Plan {
+    /// Plans by running each schedule once on the null device.
+    pub fn new(model: &Arc<Model>, settings: Settings, profile: Profile) -> Result<Plan> {
+        settings.check()?;
+        let layout = Layout::new(model, &settings)?;
+        let mut parts: Vec<Part> =
+            (0..settings.micro_batches.min(3)).map(|i| Part::of(i, settings.micro_batches)).collect();
+        if settings.micro_batches > 2 {
+            parts[2] = Part::Last;
+        }
+        let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
+        let mut plan = Plan { settings, profile, layout, schedules, placements: vec![], fingerprint: 0 };
+        plan.placements = plan.trace(model)?;
+        plan.fingerprint = plan.hash(model);
+        Ok(plan)
+    }
+
+    /// Runs a step's schedules on the null device and places what they ask for.
+    fn trace(&self, model: &Arc<Model>) -> Result<Vec<Arc<Placement>>> {
+        let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
+        let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
+        let mute: Arc<dyn Group> = Arc::new(Mute { size: self.settings.ranks });
+        let groups = crate::Groups { gather: mute.clone(), reduce: mute };
+        let plan = Arc::new(self.clone());
+        let mut engine = Engine::with_arenas(device, plan, model.clone(), groups, arenas.clone())?;
+        let fields = self.settings.fields.iter().map(|field| vec![0; field.num_bytes()]).collect();
+        let batches = vec![HostBatch { fields, num_targets: 1 }; self.schedules.len()];
+        let adamw = AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, decay: Decay::All };
+        engine.step(&batches, &Hyper { adamw, lr: 0.0, clip_norm: 0.0, step: 1 })?;
+        drop(engine);
+        Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
+    }
+
+    /// Which schedule serves a step's micro-batch.
+    pub fn schedule_of(&self, micro_batch: usize, micro_batches: usize) -> usize {
+        let part = Part::of(micro_batch, micro_batches);
+        self.schedules.iter().position(|schedule| schedule.part == part).expect("a schedule for every part")
+    }
+
+    /// Everything the rank allocates on its device.
+    pub fn regions(&self) -> Vec<Region> {
+        let precision = &self.settings.precision;
+        let owned: usize = self.layout.units.iter().map(|unit| unit.shard_len).sum();
+        let held = |dtype: Dtype| owned * dtype.bytes();
+        let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
+        let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
+        let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
+        let gradients = if self.holds_gradients() { held(precision.grad) } else { 0 };
+        [
+            ("master weights", held(precision.master)),
+            ("compute weights", copy),
+            ("moments", 2 * held(precision.moments)),
+            ("held gradients", gradients),
+            ("step", step),
+            ("batch", batch + ALIGN_BYTES),
+            ("workspace", self.profile.workspace_bytes()),
+        ]
+        .map(|(name, bytes)| Region { name, bytes })
+        .into_iter()
+        .filter(|region| region.bytes > 0)
+        .collect()
+    }
+
+    /// Bytes of the model's constants; they are the same for every plan of a model.
+    pub fn constant_bytes(model: &Model) -> usize {
+        model.constants.iter().map(|constant| align(constant.shape.numel() * 4)).sum()
+    }
+
+    /// All bytes of [`Plan::regions`] and constants: the device's peak.
+    pub fn peak_bytes(&self, model: &Model) -> usize {
+        self.regions().iter().map(|region| region.bytes).sum::<usize>() + Self::constant_bytes(model)
+    }
+
+    /// What fills the step's region at its fullest.
+    pub fn step_peak_by_kind(&self) -> Vec<(Kind, usize)> {
+        let fullest = self.placements.iter().max_by_key(|placement| placement.bytes);
+        fullest.map(|placement| placement.trace.peak_by_kind()).unwrap_or_default()
+    }
+
+    /// Whether shards' gradients outlive a micro-batch. Otherwise they share the step's region with
+    /// activations already spent.
+    pub(crate) fn holds_gradients(&self) -> bool {
+        self.settings.micro_batches > 1
+    }
+
+    /// Number and bytes of collectives a rank takes part in during one step, by name.
+    pub fn traffic(&self) -> Vec<(&'static str, usize, usize)> {
+        let precision = &self.settings.precision;
+        let (mut gathers, mut reduces) = ((0, 0), (0, 0));
+        for micro_batch in 0..self.settings.micro_batches {
+            let schedule = &self.schedules[self.schedule_of(micro_batch, self.settings.micro_batches)];
+            for action in &schedule.actions {
+                match action {
+                    Action::Gather(unit) => {
+                        gathers = (
+                            gathers.0 + 1,
+                            gathers.1 + self.layout.unit_len(*unit) * precision.compute.bytes(),
+                        );
+                    }
+                    Action::Reduce(unit) => {
+                        reduces = (
+                            reduces.0 + 1,
+                            reduces.1 + self.layout.unit_len(*unit) * precision.reduce.bytes(),
+                        );
+                    }
+                    _ => {}
+                }
+            }
+        }
+        vec![("gathers", gathers.0, gathers.1), ("reduces", reduces.0, reduces.1)]
+    }
+
+    fn hash(&self, model: &Model) -> u64 {
+        let mut text = format!("{:?} {:?} {:?}", self.settings, self.profile, self.layout);
+        for schedule in &self.schedules {
+            let _ = write!(text, "{schedule:?}");
+        }
+        for item in &model.items {
+            let _ = write!(text, "{item:?}");
+        }
+        // FNV-1a: small, stable between builds, and good enough to tell two configurations apart.
+        text.bytes()
+            .fold(0xcbf29ce484222325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100000001b3))
+    }
+}
+
+pub(crate) fn align(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGN_BYTES)
+}
+
+/// A group that is only counted with.
+#[derive(Debug)]
+struct Mute {
+    size: usize,
+}
+
+impl Group for Mute {
+    fn name(&self) -> &str {
+        "plan"
+    }
+
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn all_gather(&self, _: &Stream, _: &Buffer, _: &Buffer, _: &str) -> comm::Result<()> {
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, _: &Stream, _: &Buffer, _: &Buffer, _: &str) -> comm::Result<()> {
+        Ok(())
+    }
+
+    fn all_reduce(&self, _: &Stream, _: &Buffer, _: Reduction, _: &str) -> comm::Result<()> {
+        Ok(())
+    }
+
+    fn broadcast(&self, _: &Stream, _: &Buffer, _: usize, _: &str) -> comm::Result<()> {
+        Ok(())
+    }
+
+    fn exchange(&self, bytes: &[u8], _: &str) -> comm::Result<Vec<Vec<u8>>> {
+        Ok(vec![bytes.to_vec(); self.size])
+    }
+}

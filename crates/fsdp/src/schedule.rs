@@ -1,0 +1,203 @@
+//! The order of a step, as data.
+//!
+//! The same list on every rank, made before the first step. Compute goes forward through the units, turns at
+//! the last one (whose forward and backward are one action), and goes back. Around that walk are the gathers
+//! that bring weights in time, the frees, and the reduces of gradients.
+
+use crate::{Layout, Settings, Strategy};
+use std::collections::{BTreeSet, VecDeque};
+
+/// One step of a schedule. Numbers are units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// All ranks agree on the number of targets of the whole batch, which seeds the loss's gradient.
+    Count,
+    /// Makes a unit's weights whole. In flight until the compute that needs them.
+    Gather(usize),
+    Forward(usize),
+    /// Releases a unit's gathered weights.
+    Free(usize),
+    /// Forward and backward of the last unit, loss included.
+    Turn(usize),
+    Backward(usize),
+    /// Sums a unit's gradient over ranks into the shards. In flight until it is settled.
+    Reduce(usize),
+    /// Waits for a unit's reduce; its gradient slot is free again.
+    Settle(usize),
+    /// The global gradient norm and the clip scale; also sums the loss over ranks.
+    Norm,
+    Update(usize),
+}
+
+impl Action {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Action::Count => "count",
+            Action::Gather(_) => "gather",
+            Action::Forward(_) => "forward",
+            Action::Free(_) => "free",
+            Action::Turn(_) => "turn",
+            Action::Backward(_) => "backward",
+            Action::Reduce(_) => "reduce",
+            Action::Settle(_) => "settle",
+            Action::Norm => "norm",
+            Action::Update(_) => "update",
+        }
+    }
+
+    pub const fn unit(self) -> Option<usize> {
+        match self {
+            Action::Count | Action::Norm => None,
+            Action::Gather(unit)
+            | Action::Forward(unit)
+            | Action::Free(unit)
+            | Action::Turn(unit)
+            | Action::Backward(unit)
+            | Action::Reduce(unit)
+            | Action::Settle(unit)
+            | Action::Update(unit) => Some(unit),
+        }
+    }
+}
+
+/// Which of a step's micro-batches a schedule is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The only one.
+    Only,
+    First,
+    Middle,
+    Last,
+}
+
+impl Part {
+    pub fn of(index: usize, micro_batches: usize) -> Part {
+        match (index, index + 1 == micro_batches) {
+            (0, true) => Part::Only,
+            (0, false) => Part::First,
+            (_, false) => Part::Middle,
+            (_, true) => Part::Last,
+        }
+    }
+
+    pub const fn begins(self) -> bool {
+        matches!(self, Part::Only | Part::First)
+    }
+
+    pub const fn ends(self) -> bool {
+        matches!(self, Part::Only | Part::Last)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Schedule {
+    pub part: Part,
+    pub actions: Vec<Action>,
+}
+
+impl Schedule {
+    pub fn new(layout: &Layout, settings: &Settings, part: Part) -> Self {
+        Builder::new(layout, settings, part).build()
+    }
+}
+
+/// The walk through the units: forward, turn, backward.
+fn walk(units: usize) -> Vec<Action> {
+    let last = units - 1;
+    let forward = (0..last).map(Action::Forward);
+    let backward = (0..last).rev().map(Action::Backward);
+    forward.chain([Action::Turn(last)]).chain(backward).collect()
+}
+
+struct Builder<'a> {
+    layout: &'a Layout,
+    settings: &'a Settings,
+    part: Part,
+    walk: Vec<Action>,
+    gathered: BTreeSet<usize>,
+    /// Units whose reduce has not been settled, oldest first.
+    reducing: VecDeque<usize>,
+    actions: Vec<Action>,
+}
+
+impl<'a> Builder<'a> {
+    fn new(layout: &'a Layout, settings: &'a Settings, part: Part) -> Self {
+        let walk = walk(layout.units.len());
+        let (gathered, reducing) = (BTreeSet::new(), VecDeque::new());
+        Builder { layout, settings, part, walk, gathered, reducing, actions: vec![] }
+    }
+
+    fn build(mut self) -> Schedule {
+        if self.part.begins() {
+            self.actions.push(Action::Count);
+        }
+        for at in 0..self.walk.len() {
+            self.gather_for(at);
+            self.settle_all_but(1);
+            self.actions.push(self.walk[at]);
+            self.free_after(at);
+            self.reduce_after(at);
+        }
+        self.settle_all_but(0);
+        if self.part.ends() {
+            self.actions.push(Action::Norm);
+            self.actions.extend((0..self.layout.units.len()).map(Action::Update));
+        }
+        Schedule { part: self.part, actions: self.actions }
+    }
+
+    /// The units that walk positions `from..=to` need.
+    fn needs(&self, from: usize, to: usize) -> BTreeSet<usize> {
+        let end = (to + 1).min(self.walk.len());
+        let units = self.walk[from.min(end)..end].iter().filter_map(|action| action.unit());
+        units.flat_map(|unit| self.layout.units[unit].needs.iter().copied()).collect()
+    }
+
+    fn gather_for(&mut self, at: usize) {
+        if !self.settings.is_sharded() {
+            return;
+        }
+        // What is needed first is gathered first.
+        for ahead in at..=at + self.settings.prefetch {
+            for unit in self.needs(ahead, ahead) {
+                if self.gathered.insert(unit) {
+                    self.actions.push(Action::Gather(unit));
+                }
+            }
+        }
+    }
+
+    /// Frees what the next position would not gather at once anyway.
+    fn free_after(&mut self, at: usize) {
+        let keep = match (self.settings.strategy, self.walk[at]) {
+            (Strategy::Grad, _) => self.needs(at + 1, self.walk.len()),
+            _ => self.needs(at + 1, at + 1 + self.settings.prefetch),
+        };
+        let gone: Vec<usize> = self.gathered.difference(&keep).copied().collect();
+        for unit in gone {
+            self.gathered.remove(&unit);
+            self.actions.push(Action::Free(unit));
+        }
+    }
+
+    /// Reduces the units whose gradients are complete: no later backward adds to them.
+    fn reduce_after(&mut self, at: usize) {
+        // Unsharded gradients add up on each rank and are summed once.
+        let skip = !self.settings.is_sharded() && !self.part.ends();
+        if self.settings.ranks == 1 || skip || matches!(self.walk[at], Action::Forward(_)) {
+            return;
+        }
+        let later = self.needs(at + 1, self.walk.len());
+        for unit in self.needs(at, at).difference(&later) {
+            self.actions.push(Action::Reduce(*unit));
+            self.reducing.push_back(*unit);
+        }
+    }
+
+    /// At most `left` reduces stay in flight, so that gradient slots are bounded.
+    fn settle_all_but(&mut self, left: usize) {
+        while self.reducing.len() > left {
+            self.actions.extend(self.reducing.pop_front().map(Action::Settle));
+        }
+    }
+}

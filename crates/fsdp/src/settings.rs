@@ -1,0 +1,96 @@
+use crate::{Error, Field, Result, Wrap};
+use device::Dtype;
+
+/// What is sharded, and for how long weights stay whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Strategy {
+    /// Weights are freed after their forward and gathered again for their backward (`FULL_SHARD`, ZeRO-3).
+    Full,
+    /// Weights stay gathered from forward to backward (`SHARD_GRAD_OP`, ZeRO-2).
+    Grad,
+    /// Every rank holds everything; gradients are summed over ranks (`NO_SHARD`, DDP).
+    None,
+}
+
+/// In which dtype what is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Precision {
+    /// Gathered weights and activations.
+    pub compute: Dtype,
+    /// Gradients on their way between ranks.
+    pub reduce: Dtype,
+    /// The weights the optimizer updates.
+    pub master: Dtype,
+    /// A shard's gradient between backward and update.
+    pub grad: Dtype,
+    /// The optimizer's moments.
+    pub moments: Dtype,
+}
+
+impl Precision {
+    pub const F32: Precision = Precision {
+        compute: Dtype::F32,
+        reduce: Dtype::F32,
+        master: Dtype::F32,
+        grad: Dtype::F32,
+        moments: Dtype::F32,
+    };
+
+    /// Whether gathered weights come from a copy of their own rather than from the master weights.
+    pub fn has_compute_copy(&self) -> bool {
+        self.compute != self.master
+    }
+
+    fn check(&self) -> Result<()> {
+        let all = [self.compute, self.reduce, self.master, self.grad, self.moments];
+        if let Some(dtype) = all.iter().find(|dtype| !dtype.is_float()) {
+            return Err(Error::Settings(format!("{dtype} is no precision to train in")));
+        }
+        if self.compute == Dtype::F32 && (self.reduce != Dtype::F32 || self.master != Dtype::F32) {
+            let what = "compute = f32 with a coarser reduce or master loses what was computed";
+            return Err(Error::Settings(what.into()));
+        }
+        for (name, dtype) in [("reduce", self.reduce), ("grad", self.grad)] {
+            if dtype != Dtype::F32 && dtype != self.compute {
+                let what = format!("{name} = {dtype} is neither f32 nor compute = {}", self.compute);
+                return Err(Error::Settings(what));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Everything a plan depends on beside the model and the device's profile. Equal on all ranks.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub ranks: usize,
+    pub strategy: Strategy,
+    pub wrap: Wrap,
+    /// Units gathered ahead of the one computing.
+    pub prefetch: usize,
+    pub precision: Precision,
+    /// The fields of one micro-batch on one rank.
+    pub fields: Vec<Field>,
+    pub micro_batches: usize,
+    /// Tokens whose logits exist at once.
+    pub loss_chunk: usize,
+}
+
+impl Settings {
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.ranks == 0 || self.micro_batches == 0 || self.loss_chunk == 0 {
+            return Err(Error::Settings("ranks, micro-batches and loss chunk must be at least 1".into()));
+        }
+        self.precision.check()
+    }
+
+    /// Whether a unit's bytes are divided among ranks at all.
+    pub fn is_sharded(&self) -> bool {
+        self.strategy != Strategy::None && self.ranks > 1
+    }
+
+    /// Number of parts a unit is divided into.
+    pub fn num_shards(&self) -> usize {
+        if self.is_sharded() { self.ranks } else { 1 }
+    }
+}

@@ -1,0 +1,260 @@
+//! The tape inside a unit: what the forward did and saved, to be walked backwards once.
+//!
+//! An operation saves tensors it computed, and knows *which* weight it used; it never saves a weight. So a
+//! unit's gathered weights can be freed after its forward and gathered again before its backward.
+
+use crate::{Arena, Error, ItemId, Kind, Result, Shape, Tensor, Weights};
+use device::{Device, Dtype, Stream};
+use std::fmt;
+
+/// What a forward is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Saves what the backward needs.
+    Train,
+    /// Saves nothing; the loss is computed and that is all.
+    Eval,
+}
+
+/// What a block computes on beside its carry: the fields of one micro-batch, by name.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    fields: Vec<(&'static str, Tensor)>,
+}
+
+impl Batch {
+    pub fn set(&mut self, name: &'static str, tensor: Tensor) {
+        self.fields.retain(|(field, _)| *field != name);
+        self.fields.push((name, tensor));
+    }
+
+    pub fn get(&self, name: &str) -> Result<&Tensor> {
+        self.find(name).ok_or_else(|| Error::NoField {
+            name: name.to_string(),
+            has: self.fields.iter().map(|(field, _)| *field).collect::<Vec<_>>().join(", "),
+        })
+    }
+
+    pub fn find(&self, name: &str) -> Option<&Tensor> {
+        self.fields.iter().find(|(field, _)| *field == name).map(|(_, tensor)| tensor)
+    }
+}
+
+/// Everything an operation may touch.
+#[derive(Clone, Copy)]
+pub struct Context<'a> {
+    pub device: &'a dyn Device,
+    pub stream: &'a Stream,
+    pub arena: &'a Arena,
+    pub weights: &'a dyn Weights,
+    pub constants: &'a [Tensor],
+    pub batch: &'a Batch,
+    /// One f32 on the device: what the gradient of the summed loss starts from (1 / tokens of the whole
+    /// batch, times the loss scale).
+    pub seed: &'a Tensor,
+    pub mode: Mode,
+    /// Dtype of activations and gathered weights.
+    pub compute: Dtype,
+    /// Tokens the loss turns at once: logits exist for that many only.
+    pub loss_chunk: usize,
+}
+
+impl Context<'_> {
+    pub fn tensor(&self, shape: impl Into<Shape>) -> Result<Tensor> {
+        self.arena.tensor(self.compute, shape, Kind::Activation)
+    }
+
+    pub fn f32(&self, shape: impl Into<Shape>) -> Result<Tensor> {
+        self.arena.tensor(Dtype::F32, shape, Kind::Activation)
+    }
+
+    pub fn scratch(&self, dtype: Dtype, len: usize) -> Result<Tensor> {
+        self.arena.tensor(dtype, [len], Kind::Scratch)
+    }
+}
+
+impl fmt::Debug for Context<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Context({}, {:?}, {})", self.device.name(), self.mode, self.compute)
+    }
+}
+
+/// What an operation's forward gives: its results, and what its backward will want to see again.
+#[derive(Debug)]
+pub struct Outcome {
+    pub outputs: Vec<Tensor>,
+    pub saved: Vec<Tensor>,
+}
+
+/// An operation: forward, backward, what to save. Users' own operations are written the same way.
+///
+/// Inputs and gradients come by value: an operation may overwrite one in place where
+/// [`Tensor::is_unique`] says that nobody else needs it.
+pub trait Op: fmt::Debug + Send {
+    fn name(&self) -> &'static str;
+
+    fn forward(&self, cx: &Context<'_>, inputs: Vec<Tensor>) -> Result<Outcome>;
+
+    /// Gradients of the inputs from gradients of the outputs (None where nothing flows). Weight gradients go
+    /// where [`Weights::grad`] says.
+    fn backward(
+        &self,
+        cx: &Context<'_>,
+        saved: Vec<Tensor>,
+        grads: Vec<Option<Tensor>>,
+    ) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// A tensor with its place on the tape.
+#[derive(Clone, Debug)]
+pub struct Var {
+    id: usize,
+    tensor: Tensor,
+}
+
+impl Var {
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    pub fn into_tensor(self) -> Tensor {
+        self.tensor
+    }
+}
+
+#[derive(Debug)]
+struct Node {
+    op: Box<dyn Op>,
+    inputs: Vec<usize>,
+    outputs: Vec<usize>,
+    saved: Vec<Tensor>,
+}
+
+/// What one forward of a unit recorded.
+#[derive(Debug, Default)]
+pub struct Tape {
+    nodes: Vec<Node>,
+    vars: usize,
+    entries: Vec<usize>,
+    exits: Vec<usize>,
+}
+
+impl Tape {
+    fn enter(&mut self, tensor: Tensor) -> Var {
+        self.vars += 1;
+        Var { id: self.vars - 1, tensor }
+    }
+
+    /// Runs `blocks` forward over `carry`, recording in `Train` mode.
+    pub fn forward<'b>(
+        &mut self,
+        cx: Context<'_>,
+        blocks: impl Iterator<Item = &'b dyn Block>,
+        carry: Vec<Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let mut carry: Vec<Var> = carry.into_iter().map(|tensor| self.enter(tensor)).collect();
+        self.entries = carry.iter().map(|var| var.id).collect();
+        let mut pass = Pass { cx, tape: self };
+        for block in blocks {
+            carry = block.forward(&mut pass, carry)?;
+        }
+        self.exits = carry.iter().map(|var| var.id).collect();
+        Ok(carry.into_iter().map(Var::into_tensor).collect())
+    }
+
+    /// Walks back from gradients of what the forward returned to gradients of its carry. Each operation's
+    /// saved tensors go as soon as they have been used.
+    pub fn backward(mut self, cx: Context<'_>, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        let mut by_var: Vec<Option<Tensor>> = vec![None; self.vars];
+        for (id, grad) in self.exits.iter().zip(grads) {
+            accumulate(&cx, &mut by_var[*id], grad)?;
+        }
+        while let Some(node) = self.nodes.pop() {
+            let arriving: Vec<_> = node.outputs.iter().map(|&id| by_var[id].take()).collect();
+            let leaving = node.op.backward(&cx, node.saved, arriving)?;
+            for (id, grad) in node.inputs.iter().zip(leaving) {
+                accumulate(&cx, &mut by_var[*id], grad)?;
+            }
+        }
+        Ok(self.entries.iter().map(|&id| by_var[id].take()).collect())
+    }
+}
+
+/// Adds `grad` to what is there, in place where one of the two is nobody else's.
+fn accumulate(cx: &Context<'_>, place: &mut Option<Tensor>, grad: Option<Tensor>) -> Result<()> {
+    let Some(grad) = grad else { return Ok(()) };
+    *place = Some(match place.take() {
+        None => grad,
+        Some(there) if there.is_unique() => {
+            cx.device.add(cx.stream, grad.buffer(), there.buffer())?;
+            there
+        }
+        Some(there) if grad.is_unique() => {
+            cx.device.add(cx.stream, there.buffer(), grad.buffer())?;
+            grad
+        }
+        Some(there) => {
+            let sum = cx.tensor(there.shape().clone())?;
+            cx.device.copy(cx.stream, there.buffer(), sum.buffer())?;
+            cx.device.add(cx.stream, grad.buffer(), sum.buffer())?;
+            sum
+        }
+    });
+    Ok(())
+}
+
+/// One forward in progress: what a block's `forward` is given.
+#[derive(Debug)]
+pub struct Pass<'a> {
+    pub cx: Context<'a>,
+    tape: &'a mut Tape,
+}
+
+impl Pass<'_> {
+    /// Runs an operation and, when training, remembers it.
+    pub fn apply(&mut self, op: impl Op + 'static, inputs: Vec<Var>) -> Result<Vec<Var>> {
+        let ids: Vec<usize> = inputs.iter().map(|var| var.id).collect();
+        let outcome = op.forward(&self.cx, inputs.into_iter().map(Var::into_tensor).collect())?;
+        let outputs: Vec<Var> = outcome.outputs.into_iter().map(|tensor| self.tape.enter(tensor)).collect();
+        if self.cx.mode == Mode::Train {
+            let (op, saved) = (Box::new(op) as Box<dyn Op>, outcome.saved);
+            let outputs = outputs.iter().map(|var| var.id).collect();
+            self.tape.nodes.push(Node { op, inputs: ids, outputs, saved });
+        }
+        Ok(outputs)
+    }
+
+    /// As [`Pass::apply`], for an operation with one result.
+    pub fn apply1(&mut self, op: impl Op + 'static, inputs: Vec<Var>) -> Result<Var> {
+        let name = op.name();
+        let mut outputs = self.apply(op, inputs)?;
+        match (outputs.pop(), outputs.is_empty()) {
+            (Some(var), true) => Ok(var),
+            _ => Err(Error::Argument { op: name, what: "expected to give one result".into() }),
+        }
+    }
+
+    /// Enters a part of a layer that tensor parallelism splits (attention, MLP): the same on every rank
+    /// before, a rank's own part after. An identity on one rank.
+    pub fn enter(&mut self, x: Var) -> Result<Var> {
+        Ok(x)
+    }
+
+    /// Leaves such a part: each rank's partial sums before, the whole after.
+    pub fn exit(&mut self, x: Var) -> Result<Var> {
+        Ok(x)
+    }
+}
+
+/// A piece of a model: the smallest thing a unit can be made of. It owns named weights and has one forward
+/// over a small carry of activations. The first block's carry is empty; the last one's result is one f32 loss
+/// per token.
+pub trait Block: fmt::Debug + Send + Sync {
+    /// The kind wrap policies go by, a Hugging Face class name where there is one.
+    fn kind(&self) -> &str;
+
+    /// The items it uses, tied ones included.
+    fn items(&self) -> Vec<ItemId>;
+
+    fn forward(&self, pass: &mut Pass<'_>, carry: Vec<Var>) -> Result<Vec<Var>>;
+}
