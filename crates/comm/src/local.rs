@@ -168,6 +168,10 @@ impl Shared {
             if slot.missing(0).next().is_none() {
                 return Ok(slot.posts.iter().flatten().cloned().collect());
             }
+            // The first failure explains the later ones: ranks leave because of it.
+            if let Some(error) = failed {
+                return Err(error.clone());
+            }
             let lost = slot.missing(0).find_map(|peer| {
                 let (from, why) = gone[peer]?;
                 (from <= number).then_some((peer, why))
@@ -175,11 +179,7 @@ impl Shared {
             if let Some((peer, why)) = lost {
                 let (group, what, why) = (self.name.clone(), post.what.clone(), why.to_string());
                 let error = Error::PeerLost { rank, group, op, what, peer, why };
-                self.fail(&mut state, error.clone());
-                return Err(error);
-            }
-            if let Some(error) = failed {
-                return Err(error.clone());
+                return Err(self.fail(&mut state, error));
             }
             let Some(left) = self.timeout.checked_sub(started.elapsed()).filter(|left| !left.is_zero())
             else {

@@ -137,13 +137,13 @@ impl Store {
     /// The value of a key that exists.
     pub(crate) fn get_now(&self, key: &str) -> Result<Vec<u8>> {
         let message = Message::new(wire::GET).bytes(self.key(key).as_bytes());
-        self.request("get", key, &message, |stream| wire::read_bytes(stream))
+        self.request("get", key, &message, wire::read_bytes)
     }
 
     /// Adds to a counter, which starts at 0, and returns the sum.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let message = Message::new(wire::ADD).bytes(self.key(key).as_bytes()).i64(amount);
-        self.request("add to", key, &message, |stream| wire::read_i64(stream))
+        self.request("add to", key, &message, wire::read_i64)
     }
 
     /// Whether all keys exist.
