@@ -27,3 +27,10 @@ pub enum Error {
     #[error(transparent)]
     Device(#[from] device::Error),
 }
+
+/// "rank 3", "ranks 1, 2".
+pub(crate) fn list_ranks(ranks: impl IntoIterator<Item = usize>) -> String {
+    let ranks: Vec<String> = ranks.into_iter().map(|rank| rank.to_string()).collect();
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", ranks.join(", "))
+}

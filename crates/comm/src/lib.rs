@@ -4,13 +4,16 @@
 //! runs in its stream's order, so what is in flight is simply what an [`device::Event`] has not reached yet.
 //! Every rank of a group issues the same collectives in the same order.
 //!
-//! [`Solo`] is a group of one, [`local`] one of threads in this process.
+//! [`Solo`] is a group of one, [`local`] one of threads in this process, [`nccl`] one of processes
+//! with a GPU each. Processes find each other through a [`store`].
 
 mod error;
 mod group;
 pub mod local;
+pub mod nccl;
 mod reduce;
 mod solo;
+pub mod store;
 
 pub use error::{Error, Result};
 pub use group::{Group, Reduction};

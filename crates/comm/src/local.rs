@@ -168,6 +168,10 @@ impl Shared {
             if slot.missing(0).next().is_none() {
                 return Ok(slot.posts.iter().flatten().cloned().collect());
             }
+            // The first failure explains the later ones: ranks leave because of it.
+            if let Some(error) = failed {
+                return Err(error.clone());
+            }
             let lost = slot.missing(0).find_map(|peer| {
                 let (from, why) = gone[peer]?;
                 (from <= number).then_some((peer, why))
@@ -175,15 +179,11 @@ impl Shared {
             if let Some((peer, why)) = lost {
                 let (group, what, why) = (self.name.clone(), post.what.clone(), why.to_string());
                 let error = Error::PeerLost { rank, group, op, what, peer, why };
-                self.fail(&mut state, error.clone());
-                return Err(error);
-            }
-            if let Some(error) = failed {
-                return Err(error.clone());
+                return Err(self.fail(&mut state, error));
             }
             let Some(left) = self.timeout.checked_sub(started.elapsed()).filter(|left| !left.is_zero())
             else {
-                let missing = list_ranks(slot.missing(0));
+                let missing = crate::error::list_ranks(slot.missing(0));
                 let (group, what) = (self.name.clone(), post.what.clone());
                 let seconds = started.elapsed().as_secs_f64();
                 let error = Error::Timeout { rank, group, op, what, seconds, missing };
@@ -228,12 +228,6 @@ impl Slot {
         let (peer, theirs) = self.posts.iter().enumerate().find_map(other)?;
         Some(Error::Mismatch { group: group.to_string(), rank, mine: post.issued(), peer, theirs })
     }
-}
-
-fn list_ranks(ranks: impl Iterator<Item = usize>) -> String {
-    let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", ranks.join(", "))
 }
 
 /// A rank inside a complete slot. However it leaves, even in a panic, the others hear of it.

@@ -11,8 +11,8 @@ pub struct Solo {
 }
 
 impl Solo {
-    pub fn new(name: &str, device: Arc<dyn Device>) -> Arc<dyn Group> {
-        Arc::new(Solo { name: name.to_string(), device })
+    pub fn new(name: &str, device: Arc<dyn Device>) -> Self {
+        Solo { name: name.to_string(), device }
     }
 
     fn copy(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {

@@ -3,13 +3,28 @@
 mod conformance;
 
 use comm::{Error, Group, Reduction, local};
-use conformance::{Rank, buffer_of, in_threads, zeros};
+use conformance::Rank;
 use device::Dtype;
+use device::cpu::Cpu;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
+
+/// Runs `body` once per handle, each in a thread of its own that holds the only handle of its rank.
+fn in_threads(handles: Vec<Arc<dyn Group>>, body: impl Fn(Rank) + Send + Sync) {
+    std::thread::scope(|scope| {
+        for handle in handles {
+            let body = &body;
+            scope.spawn(move || body(on_cpu(handle)));
+        }
+    });
+}
+
+fn on_cpu(group: Arc<dyn Group>) -> Rank {
+    Rank::new(group, Arc::new(Cpu::new()))
+}
 
 fn quick(started: Instant) {
     assert!(started.elapsed() < Duration::from_secs(10), "took {:?}", started.elapsed());
@@ -18,15 +33,15 @@ fn quick(started: Instant) {
 #[test]
 fn every_collective_at_every_size() {
     for size in [1, 2, 3, 4, 5, 8] {
-        in_threads(local::group("world", size, LONG), conformance::all);
+        in_threads(local::group("world", size, LONG), |rank| conformance::all(&rank));
     }
 }
 
 #[test]
 fn many_in_flight_and_on_two_streams() {
     in_threads(local::group("world", 3, LONG), |rank: Rank| {
-        let one = buffer_of(&[1.0f32]);
-        let sums: Vec<_> = (0..50).map(|i| buffer_of(&[(i * rank.group.rank()) as f32; 7])).collect();
+        let one = rank.buffer_of(&[1.0f32]);
+        let sums: Vec<_> = (0..50).map(|i| rank.buffer_of(&[(i * rank.group.rank()) as f32; 7])).collect();
         for (i, sum) in sums.iter().enumerate() {
             rank.group.all_reduce(&rank.side, sum, Reduction::Sum, "many").unwrap();
             if i % 10 == 0 {
@@ -35,7 +50,7 @@ fn many_in_flight_and_on_two_streams() {
         }
         rank.side.synchronize().unwrap();
         for (i, sum) in sums.iter().enumerate() {
-            assert_eq!(conformance::values::<f32>(sum), [(3 * i) as f32; 7]);
+            assert_eq!(rank.values::<f32>(sum), [(3 * i) as f32; 7]);
         }
     });
 }
@@ -45,7 +60,7 @@ fn a_mismatch_is_an_error_on_every_rank() {
     let started = Instant::now();
     in_threads(local::group("world", 3, LONG), |rank: Rank| {
         let odd = rank.group.rank() == 1;
-        let buffer = if odd { zeros(Dtype::F32, 5) } else { zeros(Dtype::F32, 4) };
+        let buffer = if odd { rank.zeros(Dtype::F32, 5) } else { rank.zeros(Dtype::F32, 4) };
         let error = rank.group.all_reduce(&rank.compute, &buffer, Reduction::Sum, "layers.3").unwrap_err();
         let Error::Mismatch { group, mine, theirs, .. } = &error else { panic!("{error}") };
         assert_eq!(group, "world");
@@ -61,7 +76,7 @@ fn a_mismatch_is_an_error_on_every_rank() {
 #[test]
 fn different_operations_are_a_mismatch_and_travel_through_a_side_stream() {
     in_threads(local::group("world", 2, LONG), |rank: Rank| {
-        let buffer = zeros(Dtype::F32, 4);
+        let buffer = rank.zeros(Dtype::F32, 4);
         let issued = if rank.group.rank() == 0 {
             rank.group.all_reduce(&rank.side, &buffer, Reduction::Sum, "norm")
         } else {
@@ -84,7 +99,7 @@ fn a_dropped_rank_fails_the_others_at_once() {
         if rank.group.rank() == 2 {
             return;
         }
-        let buffer = zeros(Dtype::Bf16, 9);
+        let buffer = rank.zeros(Dtype::Bf16, 9);
         let error = rank.group.all_reduce(&rank.compute, &buffer, Reduction::Sum, "layers.0").unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, Error::PeerLost { peer: 2, .. }), "{text}");
@@ -112,7 +127,7 @@ fn a_panicking_rank_fails_the_others_at_once() {
 fn a_rank_whose_stream_failed_does_not_keep_the_others_waiting() {
     let started = Instant::now();
     in_threads(local::group("world", 2, LONG), |rank: Rank| {
-        let buffer = zeros(Dtype::F32, 4);
+        let buffer = rank.zeros(Dtype::F32, 4);
         if rank.group.rank() == 1 {
             let device::Stream::Cpu(side) = &rank.side else { unreachable!() };
             let (go, gate) = channel::<()>();
@@ -136,20 +151,20 @@ fn leaving_after_the_last_collective_harms_nobody() {
     let mut handles = local::group("world", 2, LONG);
     let (zero, one) = (handles.remove(0), handles.remove(0));
     let thread = std::thread::spawn(move || {
-        let rank = Rank::new(one);
-        let buffer = buffer_of(&[2.0f32]);
+        let rank = on_cpu(one);
+        let buffer = rank.buffer_of(&[2.0f32]);
         // Issued, and the handle gone before it has run.
         rank.group.all_reduce(&rank.side, &buffer, Reduction::Sum, "last").unwrap();
-        let side = rank.side.clone();
-        drop(rank);
+        let Rank { group, device, compute, side, .. } = rank;
+        drop(group);
         side.synchronize().unwrap();
-        assert_eq!(conformance::values::<f32>(&buffer), [5.0]);
+        assert_eq!(device.read_vec::<f32>(&compute, &buffer).unwrap(), [5.0]);
     });
     std::thread::sleep(Duration::from_millis(100));
-    let rank = Rank::new(zero);
-    let buffer = buffer_of(&[3.0f32]);
+    let rank = on_cpu(zero);
+    let buffer = rank.buffer_of(&[3.0f32]);
     rank.group.all_reduce(&rank.compute, &buffer, Reduction::Sum, "last").unwrap();
-    assert_eq!(conformance::values::<f32>(&buffer), [5.0]);
+    assert_eq!(rank.values::<f32>(&buffer), [5.0]);
     thread.join().unwrap();
 }
 
@@ -159,7 +174,7 @@ fn a_timeout_says_who_waited_for_whom_and_what_for() {
     let two: Vec<Arc<dyn Group>> = vec![handles[0].clone(), handles[3].clone()];
     let (send, errors) = channel();
     in_threads(two, move |rank: Rank| {
-        let buffer = zeros(Dtype::F32, 2);
+        let buffer = rank.zeros(Dtype::F32, 2);
         let error = rank.group.all_reduce(&rank.compute, &buffer, Reduction::Max, "grad norm").unwrap_err();
         send.send(error.to_string()).unwrap();
     });
@@ -175,15 +190,16 @@ fn a_timeout_says_who_waited_for_whom_and_what_for() {
 #[test]
 fn wrong_arguments_are_found_before_anything_is_issued() {
     let group = &local::group("world", 1, LONG)[0];
-    let rank = Rank::new(group.clone());
-    let (two, three, half) = (zeros(Dtype::F32, 2), zeros(Dtype::F32, 3), zeros(Dtype::Bf16, 2));
+    let rank = on_cpu(group.clone());
+    let (two, three, half) =
+        (rank.zeros(Dtype::F32, 2), rank.zeros(Dtype::F32, 3), rank.zeros(Dtype::Bf16, 2));
     assert!(group.all_gather(&rank.compute, &two, &three, "x").is_err());
     assert!(group.all_gather(&rank.compute, &two, &half, "x").is_err());
     assert!(group.reduce_scatter(&rank.compute, &two, &three, "x").is_err());
     assert!(group.broadcast(&rank.compute, &two, 1, "x").is_err());
-    assert!(group.all_reduce(&rank.compute, &zeros(Dtype::U8, 1), Reduction::Sum, "x").is_err());
+    assert!(group.all_reduce(&rank.compute, &rank.zeros(Dtype::U8, 1), Reduction::Sum, "x").is_err());
     assert!(group.all_reduce(&device::Stream::Null, &two, Reduction::Sum, "x").is_err());
-    let region = zeros(Dtype::F32, 4);
+    let region = rank.zeros(Dtype::F32, 4);
     let (front, shifted) = (region.slice(0, 2).unwrap(), region.slice(1, 2).unwrap());
     assert!(group.all_gather(&rank.compute, &front, &shifted, "x").is_err());
     // None of which harmed the group.

@@ -1,0 +1,64 @@
+use super::Store;
+use crate::{Error, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Exchanges of small host bytes among the ranks of a group, through a store.
+#[derive(Debug)]
+pub struct Exchange {
+    store: Arc<Store>,
+    group: String,
+    scope: String,
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+    issued: AtomicU64,
+}
+
+impl Exchange {
+    /// Groups that exist at the same time in one store need different names.
+    pub fn new(store: Arc<Store>, group: &str, rank: usize, size: usize, timeout: Duration) -> Self {
+        let scope = store.scope(&format!("exchange/{group}"));
+        Exchange { store, group: group.to_string(), scope, rank, size, timeout, issued: AtomicU64::new(0) }
+    }
+
+    /// Every rank's bytes, in rank order.
+    pub fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
+        let number = self.issued.fetch_add(1, Ordering::Relaxed);
+        let started = Instant::now();
+        self.store.set(&self.key(number, self.rank), bytes)?;
+        let keys: Vec<String> = (0..self.size).map(|rank| self.key(number, rank)).collect();
+        let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        if !self.store.wait_or_not(&names, self.timeout)? {
+            return Err(self.timed_out(&names, what, started)?);
+        }
+        let all = names.iter().map(|key| self.store.get_now(key)).collect::<Result<_>>()?;
+        // Who has come to this exchange has read the one before it.
+        if let Some(before) = number.checked_sub(1) {
+            self.store.delete(&self.key(before, self.rank))?;
+        }
+        Ok(all)
+    }
+
+    fn timed_out(&self, keys: &[&str], what: &str, started: Instant) -> Result<Error> {
+        let mut missing = Vec::new();
+        for (rank, key) in keys.iter().enumerate() {
+            if !self.store.check(&[key])? {
+                missing.push(rank);
+            }
+        }
+        Ok(Error::Timeout {
+            rank: self.rank,
+            group: self.group.clone(),
+            op: "exchange",
+            what: what.to_string(),
+            seconds: started.elapsed().as_secs_f64(),
+            missing: crate::error::list_ranks(missing),
+        })
+    }
+
+    fn key(&self, number: u64, rank: usize) -> String {
+        format!("{}/{number}/{rank}", self.scope)
+    }
+}

@@ -1,0 +1,297 @@
+//! A small key-value store that ranks find each other with. It speaks PyTorch's TCPStore protocol, both ways:
+//! ranks started by `torchrun` use the store its agent serves, and PyTorch's processes could use ours.
+
+mod exchange;
+mod server;
+mod wire;
+
+pub use exchange::Exchange;
+pub use server::Server;
+
+use crate::{Error, Result};
+use std::collections::HashMap;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use wire::Message;
+
+/// Sockets take no timeout of zero.
+const SHORTEST: Duration = Duration::from_millis(1);
+
+/// A connection to a store. Calls from several threads take turns, also while one of them waits for a key.
+#[derive(Debug)]
+pub struct Store {
+    address: String,
+    /// How long an answer to a plain request may take.
+    timeout: Duration,
+    /// Before every key: what tells this run, and this attempt of it, from others in the same store.
+    prefix: String,
+    connection: Mutex<Connection>,
+    /// How often each name was used by [`Store::scope`].
+    scopes: Mutex<HashMap<String, u64>>,
+    /// Ranks that say goodbye in [`Store::finish`].
+    world: usize,
+    server: Option<Server>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: TcpStream,
+    /// Once a request failed half-way, answers no longer belong to questions.
+    broken: Option<Error>,
+}
+
+/// Meets the other ranks of the world: rank 0 serves the store at `address` (host:port), unless `torchrun`'s
+/// agent does already, and everyone connects to it.
+pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Result<Store> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true");
+    let server = if rank == 0 && !agent_serves { Some(serve_for(address)?) } else { None };
+    let mut store = Store::connect(address, timeout)?;
+    store.server = server;
+    store.world = world;
+    // The agent's store outlives a restart of the workers; keys of the attempt before must not be found.
+    store.prefix = format!("shardloom/{}/", variable("TORCHELASTIC_RESTART_COUNT"));
+    Ok(store)
+}
+
+/// Serves at `address` itself where that is this machine's, so that a run on one machine listens on the
+/// loopback only; behind a translated address, everywhere.
+fn serve_for(address: &str) -> Result<Server> {
+    let first = match Server::start(address) {
+        Ok(server) => return Ok(server),
+        Err(error) => error,
+    };
+    let resolved = address.to_socket_addrs().map(Vec::from_iter).unwrap_or_default();
+    let port = resolved.first().map(|resolved| resolved.port());
+    let elsewhere = resolved.iter().all(|resolved| match std::net::UdpSocket::bind((resolved.ip(), 0)) {
+        Ok(_) => false,
+        Err(e) => e.kind() == io::ErrorKind::AddrNotAvailable,
+    });
+    match port.filter(|_| elsewhere) {
+        Some(port) => Server::start(("0.0.0.0", port)),
+        None => Err(first),
+    }
+}
+
+impl Store {
+    /// Starts a server; port 0 lets the system choose one.
+    pub fn serve(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Server> {
+        Server::start(address)
+    }
+
+    /// Connects to `address` (host:port), trying until it works or `timeout` has passed.
+    pub fn connect(address: &str, timeout: Duration) -> Result<Self> {
+        let started = Instant::now();
+        let mut pause = Duration::from_millis(10);
+        for attempt in 1u64.. {
+            let left = timeout.saturating_sub(started.elapsed());
+            let failure = match dial(address, left.max(SHORTEST), timeout.max(SHORTEST)) {
+                Ok(stream) => return Ok(Self::over(stream, address, timeout.max(SHORTEST))),
+                Err(failure) => failure,
+            };
+            if started.elapsed() + pause >= timeout {
+                let seconds = started.elapsed().as_secs_f64();
+                let what = format!("could not connect in {attempt} attempts over {seconds:.1} s: {failure}");
+                return Err(Error::Store { address: address.to_string(), what });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+        unreachable!("attempts do not run out")
+    }
+
+    fn over(stream: TcpStream, address: &str, timeout: Duration) -> Self {
+        Store {
+            address: address.to_string(),
+            timeout,
+            prefix: String::new(),
+            connection: Mutex::new(Connection { stream, broken: None }),
+            scopes: Mutex::default(),
+            world: 1,
+            server: None,
+        }
+    }
+
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The server, where this process has it.
+    pub fn server(&self) -> Option<&Server> {
+        self.server.as_ref()
+    }
+
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let message = Message::new(wire::SET).bytes(self.key(key).as_bytes()).bytes(value);
+        self.request("set", key, &message, |_| Ok(()))
+    }
+
+    /// Waits for the key and returns its value.
+    pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        self.wait(&[key], timeout)?;
+        self.get_now(key)
+    }
+
+    /// The value of a key that exists.
+    pub(crate) fn get_now(&self, key: &str) -> Result<Vec<u8>> {
+        let message = Message::new(wire::GET).bytes(self.key(key).as_bytes());
+        self.request("get", key, &message, wire::read_bytes)
+    }
+
+    /// Adds to a counter, which starts at 0, and returns the sum.
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        let message = Message::new(wire::ADD).bytes(self.key(key).as_bytes()).i64(amount);
+        self.request("add to", key, &message, wire::read_i64)
+    }
+
+    /// Whether all keys exist.
+    pub fn check(&self, keys: &[&str]) -> Result<bool> {
+        let message = Message::new(wire::CHECK).keys(&self.keys(keys));
+        let ready = |stream: &mut TcpStream| Ok(wire::read_u8(stream)? == wire::READY);
+        self.request("check", &keys.join(", "), &message, ready)
+    }
+
+    /// Whether there was such a key.
+    pub fn delete(&self, key: &str) -> Result<bool> {
+        let message = Message::new(wire::DELETE).bytes(self.key(key).as_bytes());
+        self.request("delete", key, &message, |stream| Ok(wire::read_i64(stream)? > 0))
+    }
+
+    /// Sleeps until all keys exist.
+    pub fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        if self.wait_or_not(keys, timeout)? {
+            return Ok(());
+        }
+        let what = format!("waited {:.1} s for {}", timeout.as_secs_f64(), keys.join(", "));
+        Err(Error::Store { address: self.address.clone(), what })
+    }
+
+    /// Whether all keys exist by the end of `timeout`.
+    pub(crate) fn wait_or_not(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let message = Message::new(wire::WAIT).keys(&self.keys(keys));
+        let patience = self.timeout;
+        let answer = |stream: &mut TcpStream| {
+            stream.set_read_timeout(Some(timeout.max(SHORTEST)))?;
+            let first = wire::read_u8(stream);
+            stream.set_read_timeout(Some(patience))?;
+            match first {
+                Ok(wire::STOP_WAITING) => return Ok(true),
+                Ok(other) => return Err(unexpected(other)),
+                Err(e) if is_timeout(&e) => {}
+                Err(e) => return Err(e),
+            }
+            // The key may come just now: then its answer precedes that to the cancellation.
+            Message::new(wire::CANCEL_WAIT).send(stream)?;
+            match wire::read_u8(stream)? {
+                wire::WAIT_CANCELED => Ok(false),
+                wire::STOP_WAITING => match wire::read_u8(stream)? {
+                    wire::WAIT_CANCELED => Ok(true),
+                    other => Err(unexpected(other)),
+                },
+                other => Err(unexpected(other)),
+            }
+        };
+        self.request("wait for", &keys.join(", "), &message, answer)
+    }
+
+    /// Says goodbye. Where this process serves the store, waits until everyone has, or `timeout` has passed:
+    /// after this the store may be dropped without taking it from under somebody.
+    pub fn finish(&self, timeout: Duration) -> Result<()> {
+        let gone = self.add("goodbye", 1)?;
+        if gone >= self.world as i64 {
+            self.set("everyone is gone", b"1")?;
+        }
+        if self.server.is_none() || self.wait_or_not(&["everyone is gone"], timeout)? {
+            return Ok(());
+        }
+        let (gone, world) = (self.add("goodbye", 0)?, self.world);
+        let what = format!(
+            "{gone} of {world} ranks had said goodbye after {:.1} s; the others lose the store",
+            timeout.as_secs_f64()
+        );
+        Err(Error::Store { address: self.address.clone(), what })
+    }
+
+    /// A place for keys that no one used before: the n-th use of a name on one rank meets the n-th on others.
+    pub(crate) fn scope(&self, name: &str) -> String {
+        let mut scopes = self.scopes.lock().unwrap_or_else(PoisonError::into_inner);
+        let uses = scopes.entry(name.to_string()).or_default();
+        *uses += 1;
+        format!("{name}/{uses}")
+    }
+
+    fn key(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    fn keys(&self, keys: &[&str]) -> Vec<String> {
+        keys.iter().map(|key| self.key(key)).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One question and its answer.
+    fn request<T>(
+        &self,
+        doing: &str,
+        key: &str,
+        message: &Message,
+        answer: impl FnOnce(&mut TcpStream) -> io::Result<T>,
+    ) -> Result<T> {
+        let mut connection = self.lock();
+        if let Some(error) = &connection.broken {
+            return Err(error.clone());
+        }
+        let started = Instant::now();
+        let result = message.send(&mut connection.stream).and_then(|()| answer(&mut connection.stream));
+        result.map_err(|e| {
+            let why = match e.kind() {
+                _ if is_timeout(&e) => "no answer".to_string(),
+                io::ErrorKind::UnexpectedEof => "the connection was closed; has rank 0 ended?".to_string(),
+                _ => e.to_string(),
+            };
+            let what = format!("{doing} {key}, after {:.1} s: {why}", started.elapsed().as_secs_f64());
+            let error = Error::Store { address: self.address.clone(), what };
+            connection.broken = Some(error.clone());
+            error
+        })
+    }
+}
+
+fn unexpected(answer: u8) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("an answer that is not the protocol's: {answer}"))
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+/// One attempt of at most `timeout` per address: connects, greets, and sees that it is a store that answers.
+/// Later answers may take `patience`.
+fn dial(address: &str, timeout: Duration, patience: Duration) -> io::Result<TcpStream> {
+    let mut failure = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for resolved in address.to_socket_addrs()? {
+        let greeted = TcpStream::connect_timeout(&resolved, timeout).and_then(|mut stream| {
+            stream.set_nodelay(true)?;
+            stream.set_read_timeout(Some(timeout))?;
+            stream.set_write_timeout(Some(patience))?;
+            Message::new(wire::VALIDATE).u32(wire::MAGIC).send(&mut stream)?;
+            let nonce = std::process::id();
+            Message::new(wire::PING).u32(nonce).send(&mut stream)?;
+            if wire::read_u32(&mut stream)? != nonce {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "what answers there is not a store"));
+            }
+            stream.set_read_timeout(Some(patience))?;
+            Ok(stream)
+        });
+        match greeted {
+            Ok(stream) => return Ok(stream),
+            Err(e) => failure = e,
+        }
+    }
+    Err(failure)
+}
