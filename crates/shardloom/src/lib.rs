@@ -9,7 +9,7 @@ pub mod metrics;
 mod ranks;
 pub mod run;
 mod save;
-mod show;
+pub mod show;
 pub mod source;
 mod train;
 

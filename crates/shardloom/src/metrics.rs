@@ -18,8 +18,11 @@ pub struct StepDone {
     pub tokens: usize,
     pub tokens_per_s: f64,
     pub step_ms: f64,
-    /// Device memory of rank 0.
+    /// Device memory rank 0 has taken for the plan's regions.
     pub peak_bytes: usize,
+    /// What the device says is in use, everything on it included.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_bytes: Option<usize>,
 }
 
 /// Something that wants to hear of steps.

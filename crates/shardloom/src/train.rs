@@ -5,18 +5,20 @@ use crate::metrics::{Jsonl, Progress, Sink, StepDone};
 use crate::ranks::{self, Seat};
 use crate::run::{ModelSource, Run};
 use crate::source::{Folder, Seeded};
-use crate::{Error, Result, save};
+use crate::{Error, Result, save, show};
 use device::Profile;
 use fsdp::{Engine, Field, Hyper, Plan, Settings, Source};
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::Model;
 
-/// Trains as `ranks` ranks on this machine.
+/// Trains as `ranks` ranks on this machine, or as one of those a launcher has started.
 pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
+    let launched = ranks::Launched::from_env()?;
+    let num_ranks = launched.as_ref().map_or(num_ranks, |launched| launched.world);
     let job = Job::new(run, num_ranks)?;
     std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
-    ranks::on_threads(run, num_ranks, |seat| job.rank(seat))
+    ranks::start(run, num_ranks, launched, |seat| job.rank(seat))
 }
 
 /// The plan of a run on `num_ranks` ranks of such devices. Allocates nothing.
@@ -97,7 +99,8 @@ impl<'a> Job<'a> {
         let run = self.run;
         let source = self.source()?;
         let plan = Arc::new(self.plan(seat.device.profile())?);
-        let Seat { rank, ranks, device, groups } = seat;
+        let planned_bytes = plan.peak_bytes(&self.model);
+        let Seat { rank, ranks, device, groups, context_bytes } = seat;
         let control = groups.reduce.clone();
         let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
         engine.fill(&*source)?;
@@ -125,10 +128,17 @@ impl<'a> Job<'a> {
                 tokens_per_s: tokens as f64 / seconds,
                 step_ms: seconds * 1e3,
                 peak_bytes: engine.device().memory_use().peak_bytes,
+                device_bytes: engine.device().measured_bytes(),
             };
             sinks.iter_mut().try_for_each(|sink| sink.step(&event))?;
         }
         sinks.iter_mut().try_for_each(|sink| sink.finish())?;
+        if rank == 0 && run.progress {
+            say_memory(planned_bytes, context_bytes, &engine);
+        }
+        if !run.write_model {
+            return Ok(());
+        }
         save::final_model(run, &self.model, &engine, &*control)
     }
 
@@ -151,4 +161,21 @@ fn loss_chunk(profile: Profile) -> usize {
         Profile::Cpu => 128,
         Profile::Cuda => 2048,
     }
+}
+
+/// What was planned, what was taken, and what the device itself says, context and libraries apart.
+fn say_memory(planned_bytes: usize, context_bytes: Option<usize>, engine: &Engine) {
+    let taken = engine.device().memory_use().peak_bytes;
+    let column = |bytes: usize| show::bytes(bytes).trim_start().to_string();
+    let mut line = format!("memory: planned {}, taken {}", column(planned_bytes), column(taken));
+    if let (Some(context), Some(measured)) = (context_bytes, engine.device().measured_bytes()) {
+        let libraries = measured.saturating_sub(context + taken);
+        line += &format!(
+            "; the device says {} (context {}, libraries and others {})",
+            column(measured),
+            column(context),
+            column(libraries)
+        );
+    }
+    eprintln!("{line}");
 }

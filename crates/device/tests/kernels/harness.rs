@@ -6,9 +6,14 @@ use std::sync::Arc;
 
 pub const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 
-/// The devices of this host.
+/// The devices of this host: the CPU first, and a GPU where there is one.
 pub fn devices() -> Vec<Arc<dyn Device>> {
-    vec![Arc::new(device::cpu::Cpu::new())]
+    let mut devices: Vec<Arc<dyn Device>> = vec![Arc::new(device::cpu::Cpu::new())];
+    match device::cuda::present() {
+        Ok(()) => devices.push(Arc::new(device::cuda::Cuda::open(0).expect("a GPU that is present opens"))),
+        Err(why) => println!("skipped on CUDA: {why}"),
+    }
+    devices
 }
 
 /// A device with a stream to compute on.

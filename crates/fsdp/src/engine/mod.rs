@@ -10,6 +10,7 @@ use crate::plan::align;
 use crate::{Error, Plan, Result};
 use comm::Group;
 use device::{Buffer, Device, Dtype, Event, Role, Stream};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Arena};
 use tensor::optim::AdamW;
@@ -48,7 +49,12 @@ pub struct Report {
 pub struct Engine {
     fixed: Fixed,
     walk: Walk,
+    /// The ends of the last steps issued, oldest first: the host runs at most [`MAX_AHEAD`] steps ahead.
+    issued: VecDeque<Event>,
 }
+
+/// Steps the host may issue before the device has finished them.
+const MAX_AHEAD: usize = 2;
 
 /// What stays the same from step to step.
 #[derive(Debug)]
@@ -169,7 +175,7 @@ impl Engine {
             scalars,
             arenas,
         };
-        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed })
+        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new() })
     }
 
     pub fn plan(&self) -> &Plan {

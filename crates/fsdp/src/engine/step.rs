@@ -1,7 +1,7 @@
 //! One training step: each action of the schedule, done.
 
 use super::view::View;
-use super::{Engine, Fixed, Gathered, UnitGrad, Walk};
+use super::{Engine, Fixed, Gathered, MAX_AHEAD, UnitGrad, Walk};
 use crate::{Action, Error, HostBatch, Hyper, Result};
 use comm::Reduction;
 use device::Dtype;
@@ -24,6 +24,12 @@ impl Engine {
             let schedule = self.fixed.plan.schedule_of(index, batches.len());
             self.fixed.load(batch)?;
             self.walk_schedule(schedule, num_targets, hyper)?;
+        }
+        self.issued.push_back(self.fixed.compute.record()?);
+        if self.issued.len() > MAX_AHEAD
+            && let Some(oldest) = self.issued.pop_front()
+        {
+            oldest.synchronize()?;
         }
         Ok(())
     }

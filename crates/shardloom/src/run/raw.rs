@@ -211,6 +211,13 @@ impl Default for Checkpoint {
 #[serde(deny_unknown_fields)]
 pub struct Output {
     pub dir: String,
+    /// Whether the final model is written.
+    #[serde(default = "yes")]
+    pub model: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 #[derive(Debug, Deserialize)]

@@ -81,6 +81,8 @@ pub struct Run {
     pub device: DeviceChoice,
     pub timeout: Duration,
     pub output: PathBuf,
+    /// Whether the final model is written there.
+    pub write_model: bool,
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
@@ -157,6 +159,7 @@ impl Run {
             )?,
             timeout: Duration::from_secs_f64(raw.device.timeout_s),
             output: raw.output.dir.into(),
+            write_model: raw.output.model,
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
