@@ -1,5 +1,7 @@
 //! NVIDIA GPUs, loaded at run time.
 
+pub mod cudnn;
+
 use crate::Result;
 
 #[derive(Clone, Debug)]
