@@ -4,7 +4,7 @@ mod conformance;
 
 use comm::nccl::{self, Nccl};
 use comm::store;
-use device::cuda::{self, Cuda};
+use device::cuda::{self, Cuda, Sums};
 use std::net::TcpListener;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -71,7 +71,7 @@ fn start_two() {
 
 fn one_of_two(rank: usize) {
     let timeout = Duration::from_secs(60);
-    let device = Arc::new(Cuda::open(rank % cuda::device_count()).unwrap());
+    let device = Arc::new(Cuda::open(rank % cuda::device_count(), Sums::Ordered).unwrap());
     device.make_current().unwrap();
     let store = Arc::new(store::join(rank, 2, &std::env::var(STORE).unwrap(), timeout).unwrap());
     let group = Nccl::join(store.clone(), "world", rank, 2, timeout).unwrap();

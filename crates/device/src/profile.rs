@@ -3,7 +3,11 @@
 //! The memory plan is made on the null device, before the real one exists, so these are plain functions of
 //! shapes that both obey: a kernel that would need more than its profile says is not used.
 
+use crate::cuda::cudnn::{QuerySum, backward_scratch};
 use crate::{AttentionShape, Dtype};
+
+/// What the attention's backward may take to sum in a fixed order; with less it runs in more parts.
+const MAX_ATTENTION_SCRATCH_BYTES: usize = 2 << 30;
 
 /// Rows of partial sums a row-wise gradient reduction may use.
 pub const MAX_PARTIALS: usize = 256;
@@ -11,14 +15,17 @@ pub const MAX_PARTIALS: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Profile {
     Cpu,
-    Cuda,
+    Cuda {
+        /// Whether every sum runs in a fixed order, at some cost in time and scratch.
+        deterministic: bool,
+    },
 }
 
 impl Profile {
     pub const fn name(self) -> &'static str {
         match self {
             Profile::Cpu => "cpu",
-            Profile::Cuda => "cuda",
+            Profile::Cuda { .. } => "cuda",
         }
     }
 
@@ -26,7 +33,7 @@ impl Profile {
     pub const fn workspace_bytes(self) -> usize {
         match self {
             Profile::Cpu => 0,
-            Profile::Cuda => 32 << 20,
+            Profile::Cuda { .. } => 32 << 20,
         }
     }
 
@@ -34,7 +41,7 @@ impl Profile {
     pub fn norm_scratch(self, rows: usize, cols: usize) -> usize {
         match self {
             Profile::Cpu => cols,
-            Profile::Cuda => rows.clamp(1, MAX_PARTIALS) * cols,
+            Profile::Cuda { .. } => rows.clamp(1, MAX_PARTIALS) * cols,
         }
     }
 
@@ -42,7 +49,7 @@ impl Profile {
     pub fn sum_scratch(self) -> usize {
         match self {
             Profile::Cpu => 0,
-            Profile::Cuda => 1024,
+            Profile::Cuda { .. } => 1024,
         }
     }
 
@@ -50,23 +57,17 @@ impl Profile {
     pub fn attention_scratch(self, _shape: &AttentionShape, _dtype: Dtype) -> usize {
         match self {
             Profile::Cpu => 0,
-            Profile::Cuda => 1 << 20,
+            Profile::Cuda { .. } => 1 << 20,
         }
     }
 
-    /// Bytes of scratch for the attention's backward. On CUDA: one f32 row sum per head and token, f32
-    /// accumulators for the queries' gradient, and per-query-head gradients of keys and values in the
-    /// compute dtype before they are summed over a group.
+    /// Bytes of scratch for the attention's backward. On CUDA: room for the plain kernel's row sums, and for
+    /// what cuDNN wants: f32 accumulators for the queries' gradient and per-query-head gradients of keys and
+    /// values, or, in a fixed order, dS itself for as many heads at a time as the limit allows.
     pub fn attention_grad_scratch(self, shape: &AttentionShape, dtype: Dtype) -> usize {
-        let tokens = shape.rows * shape.seq;
-        match self {
-            Profile::Cpu => 0,
-            Profile::Cuda => {
-                let row_sums = tokens * shape.heads * 4;
-                let accumulators = tokens * shape.heads * shape.head_dim * 4;
-                let expanded = 2 * tokens * shape.heads * shape.head_dim * dtype.bytes();
-                row_sums + accumulators + expanded + (1 << 20)
-            }
-        }
+        let Profile::Cuda { deterministic } = self else { return 0 };
+        let row_sums = shape.tokens() * shape.heads * 4;
+        let query_sum = if deterministic { QuerySum::Ordered } else { QuerySum::Atomic };
+        row_sums.max(backward_scratch(shape, dtype, query_sum, MAX_ATTENTION_SCRATCH_BYTES))
     }
 }

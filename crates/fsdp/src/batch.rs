@@ -56,7 +56,7 @@ impl HostBatch {
         order.sort_by_key(|&at| ids[at as usize]);
         let positions: Vec<i32> = (0..ids.len()).map(|at| (at % seq) as i32).collect();
         Ok(HostBatch {
-            fields: [ids, &order, &positions, labels].map(|values| bytes(values)).to_vec(),
+            fields: [ids, &order, &positions, labels].map(bytes).to_vec(),
             num_targets: labels.iter().filter(|label| **label >= 0).count(),
         })
     }

@@ -158,10 +158,10 @@ fn places(model: &Model, items: impl Iterator<Item = ItemId>) -> Vec<Place> {
 fn unit_name(model: &Model, blocks: &Range<usize>) -> String {
     let name = |index: usize| {
         let kind = model.blocks[index].kind();
-        let same = |other: &&Box<dyn tensor::Block>| other.kind() == kind;
-        match model.blocks.iter().filter(same).count() {
+        let count = |end: usize| model.blocks[..end].iter().filter(|other| other.kind() == kind).count();
+        match count(model.blocks.len()) {
             1 => kind.to_string(),
-            _ => format!("{kind} {}", model.blocks[..index].iter().filter(same).count()),
+            _ => format!("{kind} {}", count(index)),
         }
     };
     match blocks.len() {

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use clap::{Args, Parser, Subcommand};
-use shardloom::{Error, Result, Run};
+use shardloom::{Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -47,9 +47,8 @@ fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Train(args) => shardloom::train(&args.load()?, args.ranks as usize),
         Command::Plan(args) => {
-            let profile = device::Profile::Cpu;
-            print!("{}", shardloom::plan(&args.load()?, args.ranks as usize, profile)?);
-            Ok::<(), Error>(())
+            print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
+            Ok(())
         }
     }
 }

@@ -3,7 +3,8 @@
 use crate::run::DeviceChoice;
 use crate::{Error, Result, Run};
 use comm::{Group, Solo, nccl::Nccl, store};
-use device::{Device, cpu::Cpu, cuda, cuda::Cuda};
+use device::cuda::{self, Cuda, Sums};
+use device::{Device, Profile, cpu::Cpu};
 use fsdp::Groups;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -59,17 +60,9 @@ pub fn start(
     launched: Option<Launched>,
     body: impl Fn(Seat) -> Result<()> + Sync,
 ) -> Result<()> {
-    let on_gpu = match run.device {
-        DeviceChoice::Cpu => false,
-        DeviceChoice::Auto => cuda::present().is_ok(),
-        DeviceChoice::Cuda => {
-            let missing = |why| Error::Config(format!("device.kind = \"cuda\": {why}"));
-            cuda::present().map_err(missing).map(|()| true)?
-        }
-    };
-    match (on_gpu, launched) {
+    match (on_gpu(run)?, launched) {
         (true, Some(launched)) if launched.world > 1 => joined(run, &launched, body),
-        (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0)?))),
+        (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
         (false, Some(launched)) if launched.world > 1 => Err(Error::Config(
             "ranks in processes of their own need GPUs so far; on the CPU use --ranks N, which runs them as threads"
@@ -79,10 +72,30 @@ pub fn start(
     }
 }
 
+fn on_gpu(run: &Run) -> Result<bool> {
+    match run.device {
+        DeviceChoice::Cpu => Ok(false),
+        DeviceChoice::Auto => Ok(cuda::present().is_ok()),
+        DeviceChoice::Cuda => {
+            let missing = |why| Error::Config(format!("device.kind = \"cuda\": {why}"));
+            cuda::present().map_err(missing).map(|()| true)
+        }
+    }
+}
+
+/// The sizes of the device a run would take, whether it is here or not.
+pub fn profile(run: &Run) -> Profile {
+    match run.device {
+        DeviceChoice::Cuda => Profile::Cuda { deterministic: run.deterministic },
+        DeviceChoice::Auto if cuda::present().is_ok() => Profile::Cuda { deterministic: run.deterministic },
+        _ => Profile::Cpu,
+    }
+}
+
 /// One rank of several processes, each with a GPU; ranks share GPUs where there are fewer.
 fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
     let Launched { rank, world, local_rank, address } = launched;
-    let device = Arc::new(Cuda::open(local_rank % cuda::device_count().max(1))?);
+    let device = Arc::new(Cuda::open(local_rank % cuda::device_count().max(1), sums(run))?);
     let context_bytes = context_bytes(&*device);
     device.make_current()?;
     let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
@@ -90,6 +103,10 @@ fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> 
     let groups = Groups { gather: join("gather")?, reduce: join("reduce")? };
     body(Seat { rank: *rank, ranks: *world, device, groups, context_bytes })?;
     Ok(store.finish(run.timeout)?)
+}
+
+fn sums(run: &Run) -> Sums {
+    if run.deterministic { Sums::Ordered } else { Sums::Fastest }
 }
 
 fn context_bytes(device: &dyn Device) -> Option<usize> {
@@ -191,8 +208,8 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
 /// A rank that works alone.
 fn alone(device: Arc<dyn Device>) -> Seat {
     let context_bytes = match device.profile() {
-        device::Profile::Cuda => context_bytes(&*device),
-        device::Profile::Cpu => None,
+        Profile::Cuda { .. } => context_bytes(&*device),
+        Profile::Cpu => None,
     };
     let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
     Seat { rank: 0, ranks: 1, device, groups: Groups { gather: solo.clone(), reduce: solo }, context_bytes }

@@ -1,13 +1,13 @@
 //! `plan`: what each rank will hold and send, before anything is allocated.
 
 use crate::train::Job;
-use crate::{Result, Run};
-use device::Profile;
+use crate::{Result, Run, ranks};
 use fsdp::Plan;
 use std::fmt::Write;
 
 /// The plan of a run as text.
-pub fn plan(run: &Run, ranks: usize, profile: Profile) -> Result<String> {
+pub fn plan(run: &Run, ranks: usize) -> Result<String> {
+    let profile = ranks::profile(run);
     let job = Job::new(run, ranks)?;
     let plan = job.plan(profile)?;
     let mut out = String::new();

@@ -159,7 +159,7 @@ impl<'a> Job<'a> {
 fn loss_chunk(profile: Profile) -> usize {
     match profile {
         Profile::Cpu => 128,
-        Profile::Cuda => 2048,
+        Profile::Cuda { .. } => 2048,
     }
 }
 

@@ -124,7 +124,7 @@ fn reduce(
                 let values = &mut values[..CHUNK.min(x.len() - start)];
                 load_from(x, start, values)?;
                 step(values, &mut lanes);
-                Ok(())
+                Ok::<(), Error>(())
             })
         })?;
         // SAFETY: stream order keeps everyone else away from `out`.

@@ -180,11 +180,19 @@ mod tests {
         a.wait(&gate).unwrap();
         for i in 0..3 {
             let log = log.clone();
-            a.submit(move || Ok(lock(&log).push(i))).unwrap();
+            a.submit(move || {
+                lock(&log).push(i);
+                Ok(())
+            })
+            .unwrap();
         }
         b.wait(&a.record().unwrap()).unwrap();
         let last = log.clone();
-        b.submit(move || Ok(lock(&last).push(9))).unwrap();
+        b.submit(move || {
+            lock(&last).push(9);
+            Ok(())
+        })
+        .unwrap();
         assert!(lock(&log).is_empty());
         gate.complete(Ok(()));
         b.synchronize().unwrap();
@@ -199,7 +207,11 @@ mod tests {
         a.wait(&gate).unwrap();
         a.submit(|| Err(Error::argument("test", "broken"))).unwrap();
         let count = ran.clone();
-        a.submit(move || Ok(drop(count.fetch_add(1, Ordering::SeqCst)))).unwrap();
+        let ran_anyway = move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        };
+        a.submit(ran_anyway).unwrap();
         let event = a.record().unwrap();
         gate.complete(Ok(()));
         assert!(b.wait(&event).unwrap_err().to_string().contains("broken"));

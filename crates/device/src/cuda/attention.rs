@@ -1,4 +1,4 @@
-//! Attention: which kernel runs, and the plain one that always can.
+//! Attention: cuDNN's where it is there and takes the shape, and the plain kernel that always can.
 
 use super::device::{Cuda, aligned, expect, float};
 use super::module::{Arg, Launch, args};
@@ -11,17 +11,7 @@ const BLOCK: usize = 256;
 /// A grid's second side ends here.
 const MAX_TILES: usize = 65_535;
 
-/// Who computes an attention. A faster one is chosen here, for the shapes and dtypes it takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
-    Plain,
-}
-
 impl Cuda {
-    fn attention_path(&self, _shape: &AttentionShape, _dtype: Dtype, _documents: Option<&Buffer>) -> Path {
-        Path::Plain
-    }
-
     pub(super) fn attention(&self, stream: &Stream, a: &Attention<'_>) -> Result<()> {
         let op = "attention";
         let dtype = check_inputs(op, &a.shape, a.qkv, a.document_start)?;
@@ -30,9 +20,8 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        match self.attention_path(&a.shape, dtype, a.document_start) {
-            Path::Plain => self.attention_plain(stream, a, dtype),
-        }
+        let fused = self.cudnn().map_or(Ok(false), |cudnn| cudnn.forward(stream.handle(), a))?;
+        if fused { Ok(()) } else { self.attention_plain(stream, a, dtype) }
     }
 
     pub(super) fn attention_grad(&self, stream: &Stream, a: &AttentionGrad<'_>) -> Result<()> {
@@ -46,9 +35,8 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        match self.attention_path(&a.shape, dtype, a.document_start) {
-            Path::Plain => self.attention_grad_plain(stream, a, dtype),
-        }
+        let fused = self.cudnn().map_or(Ok(false), |cudnn| cudnn.backward(stream.handle(), a))?;
+        if fused { Ok(()) } else { self.attention_grad_plain(stream, a, dtype) }
     }
 
     /// Tiles in shared memory, f32 inside; needs no scratch. Arguments have been checked.

@@ -1,5 +1,6 @@
 //! One GPU as a [`Device`].
 
+use super::cudnn::{Cudnn, QuerySum};
 use super::driver::{Context, DeviceMemory, check};
 use super::gemm::MatrixProducts;
 use super::library;
@@ -21,20 +22,35 @@ pub struct Cuda {
     products: MatrixProducts,
     modules: Modules,
     staging: Staging,
+    /// None where cuDNN is missing or too old: the plain kernel then computes attention.
+    cudnn: Option<Cudnn>,
+    profile: Profile,
+}
+
+/// Whether a device may sum in whatever order is fastest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// The same inputs may give other bits from run to run, in the gradient of attention's queries.
+    Fastest,
+    /// The same inputs give the same bits.
+    Ordered,
 }
 
 impl Cuda {
     /// Opens a GPU: its context, and the workspace of its matrix products. Kernels are compiled when first
     /// used. Says what is missing where there is no driver, GPU, NVRTC or cuBLASLt.
-    pub fn open(ordinal: usize) -> Result<Self> {
+    pub fn open(ordinal: usize, sums: Sums) -> Result<Self> {
         library::driver()?;
         library::nvrtc_ready()?;
         library::cublaslt_ready()?;
         let context = Context::open(ordinal)?;
         context.enter()?;
-        let workspace =
-            DeviceMemory::new(&context, Profile::Cuda.workspace_bytes(), "the workspace of cuBLASLt")?;
+        let profile = Profile::Cuda { deterministic: sums == Sums::Ordered };
+        let workspace = DeviceMemory::new(&context, profile.workspace_bytes(), "the workspace of cuBLASLt")?;
+        let query_sum = if sums == Sums::Ordered { QuerySum::Ordered } else { QuerySum::Atomic };
         Ok(Cuda {
+            cudnn: Cudnn::load().ok().map(|cudnn| cudnn.with_query_sum(query_sum)),
+            profile,
             products: MatrixProducts::new(&context, workspace)?,
             modules: Modules::new(&context),
             staging: Staging::new(&context),
@@ -49,6 +65,15 @@ impl Cuda {
     /// Compute capability as 10·major + minor: 90 for an H100.
     pub fn arch(&self) -> u32 {
         self.context.arch
+    }
+
+    /// The same without cuDNN: attention is then always the plain kernel's, the oracle on the GPU.
+    pub fn without_cudnn(self) -> Self {
+        Cuda { cudnn: None, ..self }
+    }
+
+    pub(super) fn cudnn(&self) -> Option<&Cudnn> {
+        self.cudnn.as_ref()
     }
 
     /// Makes the GPU's primary context the calling thread's, as libraries that issue work themselves expect.
@@ -122,11 +147,12 @@ pub(super) fn aligned(buffers: &[&Buffer]) -> bool {
 
 impl Device for Cuda {
     fn profile(&self) -> Profile {
-        Profile::Cuda
+        self.profile
     }
 
     fn name(&self) -> String {
-        format!("cuda:{} ({})", self.context.ordinal, self.context.name)
+        let cudnn = if self.cudnn.is_some() { "" } else { ", no cuDNN" };
+        format!("cuda:{} ({}{cudnn})", self.context.ordinal, self.context.name)
     }
 
     fn alloc(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {

@@ -8,6 +8,7 @@
 //! [`stream`], [`nvrtc`] and [`module`], and the safe kernels above them.
 
 mod attention;
+pub mod cudnn;
 mod device;
 mod driver;
 mod flat;
@@ -21,6 +22,6 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use device::Cuda;
+pub use device::{Cuda, Sums};
 pub use library::{device_count, present};
 pub use stream::{Event, Stream, TimedEvent};

@@ -1,6 +1,6 @@
 //! What the conformance suite does not see: streams, staging, and products of awkward shapes.
 
-use super::{Cuda, present};
+use super::{Cuda, Sums, present};
 use crate::{Buffer, Device, Dtype, Gemm, Matrix, Role, Stream};
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn bed() -> Option<Bed> {
         println!("skipped: no CUDA device ({what})");
         return None;
     }
-    let device: Arc<dyn Device> = Arc::new(Cuda::open(0).unwrap());
+    let device: Arc<dyn Device> = Arc::new(Cuda::open(0, Sums::Ordered).unwrap());
     let stream = device.stream("test", Role::Compute).unwrap();
     Some(Bed { device, stream })
 }
@@ -113,6 +113,6 @@ fn a_product_takes_operands_at_any_address() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_an_error() {
-    let error = Cuda::open(10_000).unwrap_err().to_string();
+    let error = Cuda::open(10_000, Sums::Fastest).unwrap_err().to_string();
     assert!(error.contains("not available"), "{error}");
 }

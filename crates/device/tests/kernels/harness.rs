@@ -1,5 +1,6 @@
 //! Devices, inputs, and what counts as equal.
 
+use device::cuda::{Cuda, Sums};
 use device::{Buffer, Device, Dtype, Role, Stream};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -10,7 +11,10 @@ pub const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 pub fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices: Vec<Arc<dyn Device>> = vec![Arc::new(device::cpu::Cpu::new())];
     match device::cuda::present() {
-        Ok(()) => devices.push(Arc::new(device::cuda::Cuda::open(0).expect("a GPU that is present opens"))),
+        Ok(()) => {
+            let open = || Cuda::open(0, Sums::Ordered).expect("a GPU that is present opens");
+            devices.extend([Arc::new(open()) as Arc<dyn Device>, Arc::new(open().without_cudnn())]);
+        }
         Err(why) => println!("skipped on CUDA: {why}"),
     }
     devices

@@ -79,6 +79,8 @@ pub struct Run {
     pub wrap: Wrap,
     pub prefetch: usize,
     pub device: DeviceChoice,
+    /// Whether every sum runs in a fixed order on GPUs too.
+    pub deterministic: bool,
     pub timeout: Duration,
     pub output: PathBuf,
     /// Whether the final model is written there.
@@ -157,6 +159,7 @@ impl Run {
                 &raw.device.kind,
                 &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda", DeviceChoice::Cuda)],
             )?,
+            deterministic: raw.device.deterministic,
             timeout: Duration::from_secs_f64(raw.device.timeout_s),
             output: raw.output.dir.into(),
             write_model: raw.output.model,
@@ -203,7 +206,6 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
     only("shard.unit", raw.shard.unit.len(), 0)?;
     only("recompute.mode", raw.recompute.mode.as_str(), "none")?;
-    only("device.deterministic", raw.device.deterministic, false)?;
     only("checkpoint.every", raw.checkpoint.every, 0)?;
     only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
     choose("device.group", &raw.device.group, &[("auto", ()), ("local", ()), ("nccl", ())])?;
@@ -241,7 +243,7 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     if raw.betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
         return wrong(format!("optimizer.betas = {:?} must lie in 0..1", raw.betas));
     }
-    if !(raw.eps > 0.0) || !(raw.weight_decay >= 0.0) {
+    if raw.eps.is_nan() || raw.eps <= 0.0 || raw.weight_decay.is_nan() || raw.weight_decay < 0.0 {
         return wrong("optimizer.eps must be positive, optimizer.weight_decay not negative");
     }
     let decay = choose("optimizer.decay", &raw.decay, &[("all", Decay::All), ("matrices", Decay::Matrices)])?;
@@ -251,7 +253,7 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
 fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule, steps: u64) -> Result<LrSchedule> {
     let shapes = [("constant", Shape::Constant), ("linear", Shape::Linear), ("cosine", Shape::Cosine)];
     let shape = choose("schedule.kind", &raw.kind, &shapes)?;
-    if !(raw.min_lr >= 0.0) || raw.min_lr > optimizer.lr {
+    if !(0.0..=optimizer.lr).contains(&raw.min_lr) {
         return wrong(format!("schedule.min_lr = {} must lie in 0..optimizer.lr", raw.min_lr));
     }
     Ok(LrSchedule { shape, peak: optimizer.lr, min: raw.min_lr, warmup: raw.warmup_steps, steps })
