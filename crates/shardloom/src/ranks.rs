@@ -121,8 +121,7 @@ fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> 
     meeting.exchange(&[], "devices opened")?;
     let context = held();
     meeting.exchange(&[], "contexts measured")?;
-    let join = |name| Nccl::join(store.clone(), name, rank, ranks, run.timeout);
-    let groups = Groups { gather: join("gather")?, reduce: join("reduce")? };
+    let groups = nccl_groups(run, &store, rank, ranks)?;
     warm_up(&*device, &groups)?;
     meeting.exchange(&[], "groups joined")?;
     let overhead = context.zip(held()).map(|(context_bytes, both)| Overhead {
@@ -135,10 +134,25 @@ fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> 
     Ok(store.finish(run.timeout)?)
 }
 
+/// This rank's place in a grid of `replicate` rows, each group a communicator of its own.
+fn nccl_groups(run: &Run, store: &Arc<store::Store>, rank: usize, ranks: usize) -> Result<Groups> {
+    let shards = ranks / if ranks.is_multiple_of(run.replicate) { run.replicate } else { 1 };
+    let (row, at) = (rank / shards, rank % shards);
+    let join = |name: &str, rank, size| Nccl::join(store.clone(), name, rank, size, run.timeout);
+    let gather = join(&format!("gather {row}"), at, shards)?;
+    let reduce = join(&format!("reduce {row}"), at, shards)?;
+    if shards == ranks {
+        // One row is the world, and its communicators take memory: the two share one.
+        return Ok(Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce });
+    }
+    let world = join("world", rank, ranks)?;
+    Ok(Groups { world, gather, reduce, replicate: join(&format!("replicate {at}"), row, ranks / shards)? })
+}
+
 /// One collective of each kind, so that NCCL takes its memory now and not in the first step.
 fn warm_up(device: &dyn Device, groups: &Groups) -> Result<()> {
     let stream = device.stream("warm-up", Role::Side)?;
-    for group in [&groups.gather, &groups.reduce] {
+    for group in [&groups.world, &groups.gather, &groups.reduce, &groups.replicate] {
         let whole = device.alloc_buffer(Dtype::F32, 64 * group.size(), "warm-up")?;
         let part = device.alloc_buffer(Dtype::F32, 64, "warm-up")?;
         device.fill(&stream, &whole, 0.0)?;
@@ -221,19 +235,15 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     if ranks == 1 {
         return body(alone(Arc::new(Cpu::new())));
     }
-    let gather = comm::local::group("gather", ranks, run.timeout);
-    let reduce = comm::local::group("reduce", ranks, run.timeout);
+    let groups = local_groups(ranks, run.replicate, run.timeout);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = gather
+        let threads: Vec<_> = groups
             .into_iter()
-            .zip(reduce)
             .enumerate()
-            .map(|(rank, (gather, reduce))| {
+            .map(|(rank, groups)| {
                 let body = &body;
-                scope.spawn(move || {
-                    let (device, groups) = (Arc::new(Cpu::new()), Groups { gather, reduce });
-                    body(Seat { rank, ranks, device, groups, overhead: None })
-                })
+                let seat = move || Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None };
+                scope.spawn(move || body(seat()))
             })
             .collect();
         let joined = threads.into_iter().enumerate().map(|(rank, thread)| {
@@ -246,6 +256,27 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     first_cause(results)
 }
 
+/// The groups of every rank: a grid of `replicate` rows, a unit divided among the ranks of a row.
+fn local_groups(ranks: usize, replicate: usize, timeout: Duration) -> Vec<Groups> {
+    // A grid that does not come out is refused by the plan, in better words.
+    let replicate = if ranks.is_multiple_of(replicate) { replicate } else { 1 };
+    let shards = ranks / replicate;
+    let world = comm::local::group("world", ranks, timeout);
+    let rows = |name: &str| -> Vec<Vec<Arc<dyn Group>>> {
+        (0..replicate).map(|row| comm::local::group(&format!("{name} {row}"), shards, timeout)).collect()
+    };
+    let (gather, reduce) = (rows("gather"), rows("reduce"));
+    let columns: Vec<Vec<Arc<dyn Group>>> =
+        (0..shards).map(|at| comm::local::group(&format!("replicate {at}"), replicate, timeout)).collect();
+    let of = |rank: usize| Groups {
+        world: world[rank].clone(),
+        gather: gather[rank / shards][rank % shards].clone(),
+        reduce: reduce[rank / shards][rank % shards].clone(),
+        replicate: columns[rank % shards][rank / shards].clone(),
+    };
+    (0..ranks).map(of).collect()
+}
+
 /// A rank that works alone.
 fn alone(device: Arc<dyn Device>) -> Seat {
     let overhead = match (device.profile(), device.measured_bytes()) {
@@ -255,8 +286,8 @@ fn alone(device: Arc<dyn Device>) -> Seat {
         }
         _ => None,
     };
-    let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
-    Seat { rank: 0, ranks: 1, device, groups: Groups { gather: solo.clone(), reduce: solo }, overhead }
+    let groups = Groups::all(Arc::new(Solo::new("solo", device.clone())));
+    Seat { rank: 0, ranks: 1, device, groups, overhead }
 }
 
 /// Of several ranks' failures, the one that is not only the echo of another's end.

@@ -77,11 +77,14 @@ impl<'a> Job<'a> {
         let settings = Settings {
             ranks: self.ranks,
             strategy: run.strategy,
+            replicate: run.replicate,
             wrap: run.wrap.clone(),
             prefetch: run.prefetch,
             precision: run.precision,
             fields: Field::tokens(self.micro_batch, self.batches.seq),
             micro_batches: self.micro_batches,
+            keep: run.keep,
+            accumulate: run.accumulate,
             loss_chunk: loss_chunk(profile),
         };
         Ok(Plan::new(&self.model, settings, profile)?)
@@ -101,7 +104,7 @@ impl<'a> Job<'a> {
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
         let Seat { rank, ranks, device, groups, overhead } = seat;
-        let control = groups.reduce.clone();
+        let control = groups.world.clone();
         let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
         engine.fill(&*source)?;
         let mut sinks = self.sinks(rank)?;

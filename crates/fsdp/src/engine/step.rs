@@ -7,7 +7,7 @@ use comm::Reduction;
 use device::Dtype;
 use std::cell::Cell;
 use tensor::optim::Decay;
-use tensor::{Arena, Context, Kind, Mode, Tape, Tensor};
+use tensor::{Arena, Context, Keep, Kind, Mode, Tape, Tensor};
 
 impl Engine {
     /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
@@ -101,7 +101,7 @@ impl Fixed {
             return Ok(());
         }
         self.reduce.wait(&self.compute.record()?)?;
-        self.groups.reduce.all_reduce(&self.reduce, numbers, Reduction::Sum, what)?;
+        self.groups.world.all_reduce(&self.reduce, numbers, Reduction::Sum, what)?;
         Ok(self.compute.wait(&self.reduce.record()?)?)
     }
 
@@ -145,20 +145,37 @@ impl Walk {
 
     fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         self.arrive(fixed, unit)?;
-        let (mut tape, carry) = (Tape::default(), std::mem::take(&mut self.carry));
+        let carry = std::mem::take(&mut self.carry);
+        let keep = fixed.plan.settings.keep;
+        if keep == Keep::Nothing {
+            self.kept[unit] = Some(carry.clone());
+        }
+        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, keep, carry)?;
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        fixed: &Fixed,
+        arena: &Arena,
+        unit: usize,
+        keep: Keep,
+        carry: Vec<Tensor>,
+    ) -> Result<(Option<Tape>, Vec<Tensor>)> {
+        let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
         let carry = tape.forward(fixed.context(arena, &view), blocks.iter().map(|block| &**block), carry)?;
-        self.carry = carry;
-        self.tapes[unit] = Some(tape);
-        Ok(())
+        Ok((Some(tape), carry))
     }
 
     /// Forward of the last unit, its losses summed, and straight back.
     fn turn(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         self.take_slots(fixed, arena, unit)?;
-        self.forward(fixed, arena, unit)?;
-        let losses = std::mem::take(&mut self.carry);
+        self.arrive(fixed, unit)?;
+        let carry = std::mem::take(&mut self.carry);
+        let losses;
+        (self.tapes[unit], losses) = self.run(fixed, arena, unit, Keep::All, carry)?;
         for loss in &losses {
             let scratch = sum_scratch(fixed, arena)?;
             let (x, out) = (loss.buffer(), &fixed.scalars.loss_sum);
@@ -172,6 +189,10 @@ impl Walk {
     fn backward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         self.take_slots(fixed, arena, unit)?;
         self.arrive(fixed, unit)?;
+        if let Some(carry) = self.kept[unit].take() {
+            let (tape, _) = self.run(fixed, arena, unit, Keep::All, carry)?;
+            self.tapes[unit] = tape;
+        }
         self.walk_back(fixed, arena, unit)
     }
 
@@ -198,11 +219,13 @@ impl Walk {
             if grad.slot.is_some() {
                 continue;
             }
-            grad.slot = Some(match &fixed.shards[need].held_grad {
-                _ if settings.is_sharded() => {
+            let shard = &fixed.shards[need];
+            let held = if settings.is_sharded() { &shard.held_slot } else { &shard.held_grad };
+            grad.slot = Some(match held {
+                Some(held) => Tensor::over(held.clone(), [len])?,
+                None if settings.is_sharded() => {
                     arena.tensor(settings.precision.reduce, [len], Kind::GradientSlot)?
                 }
-                Some(held) => Tensor::over(held.clone(), [len])?,
                 None => arena.tensor(settings.precision.grad, [len], Kind::Gradient)?,
             });
         }
@@ -214,7 +237,7 @@ impl Walk {
         let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
         fill_unwritten(fixed, unit, grad)?;
         fixed.reduce.wait(&fixed.compute.record()?)?;
-        let (group, name) = (&fixed.groups.reduce, fixed.unit_name(unit));
+        let name = fixed.unit_name(unit);
         let mut holds = Vec::new();
         if fixed.plan.settings.is_sharded() {
             let slot = grad.slot.take().expect("a slot until the reduce");
@@ -222,7 +245,11 @@ impl Walk {
             grad.written.iter().for_each(|written| written.set(false));
             let (shard, staging) = self.shard_grad(fixed, arena, unit)?;
             let landing = staging.as_ref().unwrap_or(&shard);
-            group.reduce_scatter(&fixed.reduce, slot.buffer(), landing.buffer(), name)?;
+            fixed.groups.reduce.reduce_scatter(&fixed.reduce, slot.buffer(), landing.buffer(), name)?;
+            if fixed.plan.settings.replicate > 1 {
+                let replicas = &fixed.groups.replicate;
+                replicas.all_reduce(&fixed.reduce, landing.buffer(), Reduction::Sum, name)?;
+            }
             let grad = self.grads[unit].as_mut().expect("still there");
             match &staging {
                 Some(part) if grad.reduced => {
@@ -236,7 +263,7 @@ impl Walk {
             holds.extend([Some(slot), staging].into_iter().flatten());
         } else {
             let slot = grad.slot.as_ref().expect("unsharded gradients stay where they are");
-            group.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
+            fixed.groups.world.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
         }
         self.reducing[unit] = Some((fixed.reduce.record()?, holds));
         Ok(())
@@ -267,11 +294,11 @@ impl Walk {
         Ok(())
     }
 
-    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. A unit that
-    /// every rank holds whole is counted by rank 0 alone.
+    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. Of ranks that
+    /// hold the same shard, one counts.
     fn norm(&mut self, fixed: &Fixed, arena: &Arena, hyper: &Hyper) -> Result<()> {
         let scalars = &fixed.scalars;
-        let counts = fixed.plan.settings.is_sharded() || fixed.rank() == 0;
+        let counts = fixed.is_counted();
         for unit in 0..self.grads.len() {
             if let Some(grad) = &self.grads[unit] {
                 fill_unwritten(fixed, unit, grad)?;
