@@ -2,6 +2,9 @@
 #![forbid(unsafe_code)]
 
 use clap::{Args, Parser, Subcommand};
+use device::Dtype;
+use shardloom::bench::{self, StepBench};
+use shardloom::run::DeviceChoice;
 use shardloom::{Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,6 +22,69 @@ enum Command {
     Train(RunArgs),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(RunArgs),
+    /// Measures on this machine
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Matrix products of a Llama's shapes
+    Gemm {
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 1024)]
+        tokens: usize,
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        dtype: Dtype,
+        #[arg(long, default_value = "auto", value_parser = device_choice)]
+        device: DeviceChoice,
+    },
+    /// Whole training steps of a Llama with random weights and tokens
+    Step {
+        /// tiny, 60m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 256)]
+        seq: usize,
+        /// Rows a rank
+        #[arg(long, default_value_t = 4)]
+        rows: usize,
+        #[arg(long, default_value_t = 8)]
+        steps: usize,
+        #[arg(long, default_value_t = 3)]
+        warm_up: usize,
+        #[arg(long, default_value_t = 1)]
+        ranks: usize,
+        /// Of activations and gathered weights
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        compute: Dtype,
+        /// Of master weights, gradients and moments
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        master: Dtype,
+        #[arg(long, default_value = "auto", value_parser = device_choice)]
+        device: DeviceChoice,
+        /// Tells kernels' times apart
+        #[arg(long)]
+        kernels: bool,
+        /// Sets a key of the run, as in shard.strategy=none
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
+}
+
+fn dtype(word: &str) -> std::result::Result<Dtype, String> {
+    let known = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+    known.into_iter().find(|dtype| dtype.name() == word).ok_or_else(|| "one of f32, bf16, f16".into())
+}
+
+fn device_choice(word: &str) -> std::result::Result<DeviceChoice, String> {
+    match word {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        _ => Err("one of auto, cpu, cuda".into()),
+    }
 }
 
 #[derive(Args)]
@@ -49,6 +115,37 @@ fn run(cli: Cli) -> Result<()> {
         Command::Plan(args) => {
             print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
             Ok(())
+        }
+        Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
+            bench::gemm(dtype, device, tokens, &size)
+        }
+        Command::Bench(Bench::Step {
+            size,
+            seq,
+            rows,
+            steps,
+            warm_up,
+            ranks,
+            compute,
+            master,
+            device,
+            kernels,
+            set,
+        }) => {
+            let dtype = compute;
+            bench::step(&StepBench {
+                size,
+                seq,
+                rows,
+                steps,
+                warm_up,
+                ranks,
+                dtype,
+                master,
+                device,
+                set,
+                kernels,
+            })
         }
     }
 }

@@ -159,7 +159,7 @@ impl<'a> Job<'a> {
 }
 
 /// Enough rows to keep the device busy with one product of the head, few enough that logits stay small.
-fn loss_chunk(profile: Profile) -> usize {
+pub(crate) fn loss_chunk(profile: Profile) -> usize {
     match profile {
         Profile::Cpu => 128,
         Profile::Cuda { .. } => 2048,
