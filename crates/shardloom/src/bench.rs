@@ -93,7 +93,7 @@ impl StepBench {
             micro_batches: 1,
             keep: run.keep,
             accumulate: run.accumulate,
-            loss_chunk: crate::train::loss_chunk(profile),
+            loss_chunk: run.loss_chunk(profile),
         };
         Ok(Plan::new(model, settings, profile)?)
     }

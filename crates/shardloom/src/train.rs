@@ -85,7 +85,7 @@ impl<'a> Job<'a> {
             micro_batches: self.micro_batches,
             keep: run.keep,
             accumulate: run.accumulate,
-            loss_chunk: loss_chunk(profile),
+            loss_chunk: run.loss_chunk(profile),
         };
         Ok(Plan::new(&self.model, settings, profile)?)
     }
@@ -155,14 +155,6 @@ impl<'a> Job<'a> {
             sinks.push(Box::new(Jsonl::create(&self.run.output.join("metrics.jsonl"))?));
         }
         Ok(sinks)
-    }
-}
-
-/// Enough rows to keep the device busy with one product of the head, few enough that logits stay small.
-pub(crate) fn loss_chunk(profile: Profile) -> usize {
-    match profile {
-        Profile::Cpu => 128,
-        Profile::Cuda { .. } => 2048,
     }
 }
 

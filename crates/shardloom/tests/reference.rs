@@ -113,6 +113,52 @@ fn micro_batches_add_up_to_the_batch() {
 }
 
 #[test]
+fn the_head_may_turn_few_tokens_at_a_time() {
+    for chunk in ["train.loss_chunk=1", "train.loss_chunk=37"] {
+        against_pytorch("llama3", "clip1", 2, &[chunk]);
+        against_pytorch("llama31-tied", "clip1", 1, &[chunk]);
+    }
+}
+
+#[test]
+fn memory_grows_with_the_sequence_and_not_with_its_square_or_the_vocabulary() {
+    let peak = |vocab: usize, seq: usize| {
+        let text = format!(
+            r#"{{"model_type": "llama", "vocab_size": {vocab}, "hidden_size": 64, "intermediate_size": 128,
+                "num_hidden_layers": 1, "num_attention_heads": 4}}"#
+        );
+        let config = tensor::models::Config::parse(&text).unwrap();
+        let model = std::sync::Arc::new(tensor::models::build(&config, seq).unwrap());
+        let mut run = run("llama3", &[], Path::new("unused"));
+        run.config = config;
+        let settings = fsdp::Settings {
+            ranks: 1,
+            strategy: run.strategy,
+            replicate: 1,
+            wrap: run.wrap.clone(),
+            prefetch: 1,
+            precision: run.precision,
+            fields: fsdp::Field::tokens(1, seq),
+            micro_batches: 1,
+            keep: run.keep,
+            accumulate: run.accumulate,
+            loss_chunk: run.loss_chunk(device::Profile::Cpu),
+        };
+        let plan = fsdp::Plan::new(&model, settings, device::Profile::Cpu).unwrap();
+        plan.regions().iter().find(|region| region.name == "step").unwrap().bytes
+    };
+    let (short, long) = (peak(512, 4096), peak(512, 8192));
+    assert!(long < short * 21 / 10, "{short} bytes at 4096, {long} at 8192");
+    let whole = 8192 * 128_256 * 4;
+    let gradient = 2 * 128_256 * 64 * 4;
+    let large = peak(128_256, 8192);
+    assert!(
+        large < long + gradient + (200 << 20) && large < whole / 5,
+        "{large} bytes, logits alone {whole}"
+    );
+}
+
+#[test]
 fn recomputing_changes_no_bit() {
     for case in ["llama3", "llama31-tied"] {
         for set in [&["shard.strategy=full"][..], &["precision.compute=bf16", "train.micro_batch=1"]] {

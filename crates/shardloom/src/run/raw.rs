@@ -62,6 +62,8 @@ pub struct Train {
     pub accumulate: String,
     #[serde(default)]
     pub seed: u64,
+    #[serde(default)]
+    pub loss_chunk: usize,
 }
 
 fn one() -> f64 {

@@ -2,7 +2,7 @@
 
 use super::raw::{self, Raw};
 use crate::{Error, Result};
-use device::Dtype;
+use device::{Dtype, Profile};
 use fsdp::{Accumulate, Keep, Precision, Strategy, Wrap};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -72,6 +72,8 @@ pub struct Run {
     pub global_batch: usize,
     pub micro_batch: usize,
     pub clip_norm: f32,
+    /// Tokens whose logits exist at once; 0: as many as the device does well with.
+    pub loss_chunk: usize,
     pub adamw: AdamW,
     pub lr: LrSchedule,
     pub precision: Precision,
@@ -152,6 +154,7 @@ impl Run {
             global_batch: raw.train.global_batch,
             micro_batch,
             clip_norm: raw.train.clip_norm as f32,
+            loss_chunk: raw.train.loss_chunk,
             adamw: adamw(&raw.optimizer)?,
             lr: lr_schedule(&raw.optimizer, &raw.schedule, steps)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
@@ -182,6 +185,17 @@ impl Run {
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
         })
+    }
+
+    /// Tokens the loss turns at once on such a device. Enough to keep it busy with one product of the head, few enough
+    /// that logits stay small whatever the batch: 128 MiB of them on the CPU, whose products of few rows would
+    /// mostly move the weight about, and 2048 rows on a GPU.
+    pub fn loss_chunk(&self, profile: Profile) -> usize {
+        match (self.loss_chunk, profile) {
+            (0, Profile::Cpu) => ((128 << 20) / (self.config.vocab * self.precision.compute.bytes())).max(32),
+            (0, Profile::Cuda { .. }) => 2048,
+            (chunk, _) => chunk,
+        }
     }
 
     /// Micro-batches each rank sees in a step.
