@@ -1,5 +1,4 @@
-// One AdamW step over a flat range. Each of the five buffers has a dtype of its own; a switch that is the same
-// for every thread costs nothing beside the memory traffic, and spares a kernel per combination.
+// One AdamW step over a flat range. Each of the five buffers has a dtype of its own, told by a number.
 
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
 
@@ -13,18 +12,6 @@ __device__ __forceinline__ void store_one(void* p, i64 dtype, i64 i, float x) {
     if (dtype == F32) ((float*)p)[i] = x;
     else if (dtype == BF16) ((bf16*)p)[i] = from_f32<bf16>(x);
     else ((f16*)p)[i] = from_f32<f16>(x);
-}
-
-__device__ __forceinline__ void load_eight(const void* p, i64 dtype, i64 i, float* out) {
-    if (dtype == F32) load8((const float*)p + i, out);
-    else if (dtype == BF16) load8((const bf16*)p + i, out);
-    else load8((const f16*)p + i, out);
-}
-
-__device__ __forceinline__ void store_eight(void* p, i64 dtype, i64 i, const float* in) {
-    if (dtype == F32) store8((float*)p + i, in);
-    else if (dtype == BF16) store8((bf16*)p + i, in);
-    else store8((f16*)p + i, in);
 }
 
 __device__ __forceinline__ float round_to(i64 dtype, float x) {
@@ -46,7 +33,57 @@ __device__ __forceinline__ void step(const Scalars& s, float grad, float& p, flo
     p = __fadd_rn(p, __fdiv_rn(__fmul_rn(s.step_size, m), denominator));
 }
 
-// `compute` is null when the master weights are the compute weights.
+// The same with the hardware's quick square root and reciprocal, a unit or two in f32's last place off: for
+// weights that are rounded to 16 bits at once, where the exact ones would cost more than the memory traffic.
+__device__ __forceinline__ void quick_step(const Scalars& s, float grad, float& p, float& m, float& v) {
+    const float g = __fmul_rn(grad, s.clip);
+    p = __fmul_rn(p, s.keep);
+    m = __fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m);
+    v = __fmul_rn(v, s.beta2);
+    v = __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, v);
+    float root, quotient;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(v));
+    asm("div.approx.f32 %0, %1, %2;" : "=f"(root) : "f"(root), "f"(s.bias2_sqrt));
+    asm("div.approx.f32 %0, %1, %2;" : "=f"(quotient) : "f"(__fmul_rn(s.step_size, m)), "f"(__fadd_rn(root, s.eps)));
+    p = __fadd_rn(p, quotient);
+}
+
+struct Buffers {
+    void *master, *moment1, *moment2;
+    const void* grad;
+    void* compute;
+};
+
+// Eight elements from i on, for dtypes known when compiling. P: master, M: moments, G: gradient, C: compute.
+template <typename P, typename M, typename G, typename C>
+__device__ __forceinline__ void eight(const Scalars& s, const Buffers& b, i64 i) {
+    float g[8], p[8], m[8], v[8];
+    load8((const G*)b.grad + i, g);
+    load8((const P*)b.master + i, p);
+    load8((const M*)b.moment1 + i, m);
+    load8((const M*)b.moment2 + i, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (sizeof(P) == 2) quick_step(s, g[j], p[j], m[j], v[j]);
+        else step(s, g[j], p[j], m[j], v[j]);
+    }
+    store8((P*)b.master + i, p);
+    store8((M*)b.moment1 + i, m);
+    store8((M*)b.moment2 + i, v);
+    if (b.compute) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) p[j] = rounded<P>(p[j]);
+        store8((C*)b.compute + i, p);
+    }
+}
+
+template <typename P, typename M, typename G, typename C>
+__device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers& b, i64 groups) {
+    for (i64 group = global_thread(); group < groups; group += global_threads()) eight<P, M, G, C>(s, b, group * 8);
+}
+
+// `compute` is null when the master weights are the compute weights. The combinations people train with have
+// loops of their own; the others go element by element.
 extern "C" __global__ void adamw(
     void* master, i64 master_dtype, void* moment1, i64 moment1_dtype, void* moment2, i64 moment2_dtype,
     const void* grad, i64 grad_dtype, const float* clip, void* compute, i64 compute_dtype,
@@ -54,29 +91,27 @@ extern "C" __global__ void adamw(
     float step_size, i64 n, i64 vector
 ) {
     const Scalars s = {clip[0], keep, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size};
-    const i64 groups = vector ? n / 8 : 0;
-    for (i64 group = global_thread(); group < groups; group += global_threads()) {
-        const i64 i = group * 8;
-        float g[8], p[8], m[8], v[8];
-        load_eight(grad, grad_dtype, i, g);
-        load_eight(master, master_dtype, i, p);
-        load_eight(moment1, moment1_dtype, i, m);
-        load_eight(moment2, moment2_dtype, i, v);
-#pragma unroll
-        for (int j = 0; j < 8; j++) step(s, g[j], p[j], m[j], v[j]);
-        store_eight(master, master_dtype, i, p);
-        store_eight(moment1, moment1_dtype, i, m);
-        store_eight(moment2, moment2_dtype, i, v);
-        if (compute) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) p[j] = round_to(master_dtype, p[j]);
-            store_eight(compute, compute_dtype, i, p);
-        }
+    const Buffers b = {master, moment1, moment2, grad, compute};
+    const bool one_moment_dtype = moment1_dtype == moment2_dtype;
+    const i64 kinds = master_dtype * 1000 + moment1_dtype * 100 + grad_dtype * 10 + (compute ? compute_dtype : master_dtype);
+    i64 groups = vector && one_moment_dtype ? n / 8 : 0;
+    switch (kinds) {
+    case 0: groups_of_eight<float, float, float, float>(s, b, groups); break;
+    case 1: groups_of_eight<float, float, float, bf16>(s, b, groups); break;
+    case 2: groups_of_eight<float, float, float, f16>(s, b, groups); break;
+    case 11: groups_of_eight<float, float, bf16, bf16>(s, b, groups); break;
+    case 101: groups_of_eight<float, bf16, float, bf16>(s, b, groups); break;
+    case 111: groups_of_eight<float, bf16, bf16, bf16>(s, b, groups); break;
+    case 1101: groups_of_eight<bf16, bf16, float, bf16>(s, b, groups); break;
+    case 1111: groups_of_eight<bf16, bf16, bf16, bf16>(s, b, groups); break;
+    default: groups = 0;
     }
     for (i64 i = groups * 8 + global_thread(); i < n; i += global_threads()) {
         float p = load_one(master, master_dtype, i), m = load_one(moment1, moment1_dtype, i),
               v = load_one(moment2, moment2_dtype, i);
-        step(s, load_one(grad, grad_dtype, i), p, m, v);
+        const float g = load_one(grad, grad_dtype, i);
+        if (master_dtype == F32) step(s, g, p, m, v);
+        else quick_step(s, g, p, m, v);
         store_one(master, master_dtype, i, p);
         store_one(moment1, moment1_dtype, i, m);
         store_one(moment2, moment2_dtype, i, v);
