@@ -14,7 +14,7 @@ mod settings;
 mod wrap;
 
 pub use batch::{Field, HostBatch};
-pub use engine::{Engine, Groups, Hyper, Report, Source};
+pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Source};
 pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};

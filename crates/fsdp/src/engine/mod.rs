@@ -1,5 +1,6 @@
 //! The engine: walks the schedule on one rank.
 
+mod eval;
 mod fill;
 mod step;
 mod view;
@@ -41,6 +42,14 @@ pub struct Report {
     pub loss: f64,
     /// Before clipping.
     pub grad_norm: f64,
+    pub num_targets: usize,
+}
+
+/// What an evaluation came to, over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all targets; NaN where there are none.
+    pub loss: f64,
     pub num_targets: usize,
 }
 
@@ -97,6 +106,8 @@ struct Scalars {
     /// Norm and clip scale, side by side.
     norm_clip: Buffer,
     clip: Buffer,
+    /// Number of targets and summed loss of an evaluation, side by side. A step's own numbers stay.
+    evaluated: Buffer,
     all: Buffer,
 }
 
@@ -304,6 +315,7 @@ fn take_batch(device: &dyn Device, plan: &Plan) -> Result<(Batch, Scalars)> {
         loss_sum: all.slice(3, 1)?,
         norm_clip: all.slice(4, 2)?,
         clip: all.slice(5, 1)?,
+        evaluated: all.slice(6, 2)?,
         all,
     };
     Ok((batch, scalars))
