@@ -6,6 +6,7 @@ mod step;
 mod view;
 
 pub use fill::Source;
+pub(crate) use fill::write_rounded;
 
 use crate::plan::align;
 use crate::{Error, Plan, Result};
@@ -280,7 +281,7 @@ fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
     Ok(shards)
 }
 
-fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {
+pub(crate) fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {
     let region = device.alloc(Plan::constant_bytes(model), "constants")?;
     let mut offset = 0;
     let mut constants = Vec::with_capacity(model.constants.len());

@@ -136,6 +136,7 @@ impl Fixed {
             mode,
             compute: self.plan.settings.precision.compute,
             loss_chunk: self.plan.settings.loss_chunk,
+            cache: None,
         }
     }
 }
