@@ -5,6 +5,7 @@ pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod data;
 mod error;
+pub mod generate;
 pub mod metrics;
 mod ranks;
 pub mod run;
@@ -14,6 +15,7 @@ pub mod source;
 mod train;
 
 pub use error::{Error, Result};
+pub use generate::{Generate, generate};
 pub use run::Run;
 pub use show::plan;
 pub use train::{make_plan, train};
