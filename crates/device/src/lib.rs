@@ -19,6 +19,7 @@ mod kernels;
 pub mod null;
 mod profile;
 mod stream;
+pub mod timed;
 
 pub use buffer::{Buffer, Memory};
 pub use dtype::{Dtype, Element};

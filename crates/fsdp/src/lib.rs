@@ -21,5 +21,6 @@ pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};
 pub use schedule::{Action, Part, Schedule};
-pub use settings::{Precision, Settings, Strategy};
+pub use settings::{Accumulate, Precision, Settings, Strategy};
+pub use tensor::Keep;
 pub use wrap::Wrap;

@@ -53,7 +53,7 @@ impl Plan {
         let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
         let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
         let mute: Arc<dyn Group> = Arc::new(Mute { size: self.settings.ranks });
-        let groups = crate::Groups { gather: mute.clone(), reduce: mute };
+        let groups = crate::Groups::all(mute);
         let plan = Arc::new(self.clone());
         let mut engine = Engine::with_arenas(device, plan, model.clone(), groups, arenas.clone())?;
         let fields = self.settings.fields.iter().map(|field| vec![0; field.num_bytes()]).collect();
@@ -87,7 +87,11 @@ impl Plan {
         let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
         let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
-        let gradients = if self.holds_gradients() { held(precision.grad) } else { 0 };
+        let gradients = match self.held() {
+            Held::Nothing => 0,
+            Held::Shards => held(precision.grad),
+            Held::Whole => owned * self.layout.num_shards * precision.reduce.bytes(),
+        };
         [
             ("master weights", held(precision.master)),
             ("compute weights", copy),
@@ -119,10 +123,14 @@ impl Plan {
         fullest.map(|placement| placement.trace.peak_by_kind()).unwrap_or_default()
     }
 
-    /// Whether shards' gradients outlive a micro-batch. Otherwise they share the step's region with
-    /// activations already spent.
-    pub(crate) fn holds_gradients(&self) -> bool {
-        self.settings.micro_batches > 1
+    /// Which gradients outlive a micro-batch. The others share the step's region with activations already
+    /// spent.
+    pub(crate) fn held(&self) -> Held {
+        match (self.settings.micro_batches, self.settings.is_sharded(), self.settings.reduces_once()) {
+            (1, ..) => Held::Nothing,
+            (_, true, true) => Held::Whole,
+            _ => Held::Shards,
+        }
     }
 
     /// Number and bytes of collectives a rank takes part in during one step, by name.
@@ -164,6 +172,15 @@ impl Plan {
         text.bytes()
             .fold(0xcbf29ce484222325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100000001b3))
     }
+}
+
+/// Gradients that are kept from micro-batch to micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Held {
+    Nothing,
+    Shards,
+    /// Whole units' gradients, in the dtype they will be reduced in.
+    Whole,
 }
 
 pub(crate) fn align(bytes: usize) -> usize {

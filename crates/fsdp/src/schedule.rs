@@ -205,8 +205,7 @@ impl<'a> Builder<'a> {
 
     /// Reduces the units whose gradients are complete: no later backward adds to them.
     fn reduce_after(&mut self, at: usize) {
-        // Unsharded gradients add up on each rank and are summed once.
-        let skip = !self.settings.is_sharded() && !self.part.ends();
+        let skip = self.settings.reduces_once() && !self.part.ends();
         let adds = matches!(self.walk[at], Action::Turn(_) | Action::Backward(_));
         if self.settings.ranks == 1 || skip || !adds {
             return;

@@ -1,5 +1,6 @@
 use crate::{Error, Field, Result, Wrap};
 use device::Dtype;
+use tensor::Keep;
 
 /// What is sharded, and for how long weights stay whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -10,6 +11,15 @@ pub enum Strategy {
     Grad,
     /// Every rank holds everything; gradients are summed over ranks (`NO_SHARD`, DDP).
     None,
+}
+
+/// How gradients of several micro-batches add up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Accumulate {
+    /// Each micro-batch is reduced, and shards add up.
+    Sharded,
+    /// Whole gradients add up on each rank and are reduced once (`no_sync`): more memory, less traffic.
+    Unsharded,
 }
 
 /// In which dtype what is kept.
@@ -65,6 +75,9 @@ impl Precision {
 pub struct Settings {
     pub ranks: usize,
     pub strategy: Strategy,
+    /// How many times each shard exists (hybrid sharding): ranks form a grid of `replicate` rows, and a unit is
+    /// divided among the ranks of a row.
+    pub replicate: usize,
     pub wrap: Wrap,
     /// Units gathered ahead of the one computing.
     pub prefetch: usize,
@@ -72,6 +85,10 @@ pub struct Settings {
     /// The fields of one micro-batch on one rank.
     pub fields: Vec<Field>,
     pub micro_batches: usize,
+    /// What units keep of their forward; the rest is computed again (activation checkpointing).
+    pub keep: Keep,
+    /// When gradients of several micro-batches are reduced.
+    pub accumulate: Accumulate,
     /// Tokens whose logits exist at once.
     pub loss_chunk: usize,
 }
@@ -81,16 +98,30 @@ impl Settings {
         if self.ranks == 0 || self.micro_batches == 0 || self.loss_chunk == 0 {
             return Err(Error::Settings("ranks, micro-batches and loss chunk must be at least 1".into()));
         }
+        if self.replicate == 0 || !self.ranks.is_multiple_of(self.replicate) {
+            let what = format!("{} ranks do not form a mesh of {} replicas", self.ranks, self.replicate);
+            return Err(Error::Settings(what));
+        }
+        if self.strategy == Strategy::None && self.replicate > 1 {
+            let what =
+                "strategy none holds everything on every rank already; replicate goes with full or grad";
+            return Err(Error::Settings(what.into()));
+        }
         self.precision.check()
     }
 
     /// Whether a unit's bytes are divided among ranks at all.
     pub fn is_sharded(&self) -> bool {
-        self.strategy != Strategy::None && self.ranks > 1
+        self.strategy != Strategy::None && self.ranks > self.replicate
     }
 
     /// Number of parts a unit is divided into.
     pub fn num_shards(&self) -> usize {
-        if self.is_sharded() { self.ranks } else { 1 }
+        if self.is_sharded() { self.ranks / self.replicate } else { 1 }
+    }
+
+    /// Whether whole gradients are kept from micro-batch to micro-batch and reduced at the last one.
+    pub fn reduces_once(&self) -> bool {
+        !self.is_sharded() || self.accumulate == Accumulate::Unsharded
     }
 }

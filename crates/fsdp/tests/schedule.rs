@@ -1,6 +1,6 @@
 //! Schedules alone, with no device: the rules a step's order must keep, for many shapes.
 
-use fsdp::{Action, Field, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
+use fsdp::{Accumulate, Action, Field, Keep, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
 use std::collections::BTreeSet;
 use tensor::models::{Config, build};
 use tensor::{Mode, Model};
@@ -17,11 +17,14 @@ fn settings(ranks: usize, strategy: Strategy, wrap: Wrap, prefetch: usize) -> Se
     Settings {
         ranks,
         strategy,
+        replicate: 1,
         wrap,
         prefetch,
         precision: Precision::F32,
         fields: Field::tokens(2, 16),
         micro_batches: 3,
+        keep: Keep::All,
+        accumulate: Accumulate::Sharded,
         loss_chunk: 8,
     }
 }
@@ -80,7 +83,7 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     let reversed: Vec<usize> = all.iter().rev().copied().collect();
     assert_eq!(backwards, if trains { reversed } else { vec![] });
     assert_eq!(totals, usize::from(!trains));
-    let reduces = trains && settings.ranks > 1 && (sharded || schedule.part.ends());
+    let reduces = trains && settings.ranks > 1 && (!settings.reduces_once() || schedule.part.ends());
     let sorted = |mut list: Vec<usize>| {
         list.sort();
         list
@@ -106,18 +109,21 @@ fn every_schedule_keeps_the_rules() {
             for wrap in [Wrap::Layer, Wrap::None, Wrap::MinParams(9000), Wrap::Kinds(vec!["Head".into()])] {
                 for strategy in [Strategy::Full, Strategy::Grad, Strategy::None] {
                     for (ranks, prefetch) in [(1, 1), (2, 0), (2, 1), (3, 2), (8, 5)] {
-                        let settings = settings(ranks, strategy, wrap.clone(), prefetch);
+                        let mut settings = settings(ranks, strategy, wrap.clone(), prefetch);
                         let layout = Layout::new(&model, &settings).unwrap();
-                        for part in [Part::Only, Part::First, Part::Middle, Part::Last, Part::Eval] {
-                            check(&layout, &settings, &Schedule::new(&layout, &settings, part));
-                            count += 1;
+                        for accumulate in [Accumulate::Sharded, Accumulate::Unsharded] {
+                            settings.accumulate = accumulate;
+                            for part in [Part::Only, Part::First, Part::Middle, Part::Last, Part::Eval] {
+                                check(&layout, &settings, &Schedule::new(&layout, &settings, part));
+                                count += 1;
+                            }
                         }
                     }
                 }
             }
         }
     }
-    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 5);
+    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 2 * 5);
 }
 
 #[test]

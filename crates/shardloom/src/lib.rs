@@ -3,6 +3,7 @@
 
 pub use {checkpoint, comm, device, fsdp, tensor};
 
+pub mod bench;
 pub mod data;
 mod error;
 pub mod generate;

@@ -1,8 +1,9 @@
 //! The `shardloom` command.
 #![forbid(unsafe_code)]
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use shardloom::device::Dtype;
+use clap::{Args, Parser, Subcommand};
+use device::Dtype;
+use shardloom::bench::{self, StepBench};
 use shardloom::generate::Sampling;
 use shardloom::run::DeviceChoice;
 use shardloom::{Generate, Result, Run};
@@ -24,6 +25,69 @@ enum Command {
     Plan(RunArgs),
     /// Continues a prompt with a trained model
     Generate(GenerateArgs),
+    /// Measures on this machine
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Matrix products of a Llama's shapes
+    Gemm {
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 1024)]
+        tokens: usize,
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        dtype: Dtype,
+        #[arg(long, default_value = "auto", value_parser = device_choice)]
+        device: DeviceChoice,
+    },
+    /// Whole training steps of a Llama with random weights and tokens
+    Step {
+        /// tiny, 60m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 256)]
+        seq: usize,
+        /// Rows a rank
+        #[arg(long, default_value_t = 4)]
+        rows: usize,
+        #[arg(long, default_value_t = 8)]
+        steps: usize,
+        #[arg(long, default_value_t = 3)]
+        warm_up: usize,
+        #[arg(long, default_value_t = 1)]
+        ranks: usize,
+        /// Of activations and gathered weights
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        compute: Dtype,
+        /// Of master weights, gradients and moments
+        #[arg(long, default_value = "f32", value_parser = dtype)]
+        master: Dtype,
+        #[arg(long, default_value = "auto", value_parser = device_choice)]
+        device: DeviceChoice,
+        /// Tells kernels' times apart
+        #[arg(long)]
+        kernels: bool,
+        /// Sets a key of the run, as in shard.strategy=none
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
+}
+
+fn dtype(word: &str) -> std::result::Result<Dtype, String> {
+    let known = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+    known.into_iter().find(|dtype| dtype.name() == word).ok_or_else(|| "one of f32, bf16, f16".into())
+}
+
+fn device_choice(word: &str) -> std::result::Result<DeviceChoice, String> {
+    match word {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        _ => Err("one of auto, cpu, cuda".into()),
+    }
 }
 
 #[derive(Args)]
@@ -61,24 +125,11 @@ struct GenerateArgs {
     /// The same seed gives the same text
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    #[arg(long, default_value = "auto")]
-    device: Place,
+    #[arg(long, default_value = "auto", value_parser = device_choice)]
+    device: DeviceChoice,
     /// Dtype of weights and activations [default: f32 on the CPU, bf16 on a GPU]
-    #[arg(long)]
-    dtype: Option<Float>,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Place {
-    Auto,
-    Cpu,
-    Cuda,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Float {
-    F32,
-    Bf16,
+    #[arg(long, value_parser = dtype)]
+    dtype: Option<Dtype>,
 }
 
 fn main() -> ExitCode {
@@ -99,6 +150,37 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
+            bench::gemm(dtype, device, tokens, &size)
+        }
+        Command::Bench(Bench::Step {
+            size,
+            seq,
+            rows,
+            steps,
+            warm_up,
+            ranks,
+            compute,
+            master,
+            device,
+            kernels,
+            set,
+        }) => {
+            let dtype = compute;
+            bench::step(&StepBench {
+                size,
+                seq,
+                rows,
+                steps,
+                warm_up,
+                ranks,
+                dtype,
+                master,
+                device,
+                set,
+                kernels,
+            })
+        }
     }
 }
 
@@ -124,15 +206,8 @@ impl GenerateArgs {
             prompt: self.prompt,
             max_tokens: self.max_tokens,
             sampling: Sampling { temperature, top_k, top_p, seed },
-            device: match self.device {
-                Place::Auto => DeviceChoice::Auto,
-                Place::Cpu => DeviceChoice::Cpu,
-                Place::Cuda => DeviceChoice::Cuda,
-            },
-            dtype: self.dtype.map(|dtype| match dtype {
-                Float::F32 => Dtype::F32,
-                Float::Bf16 => Dtype::Bf16,
-            }),
+            device: self.device,
+            dtype: self.dtype,
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::run::DeviceChoice;
 use crate::{Error, Result, Run};
 use comm::{Group, Solo, nccl::Nccl, store};
 use device::cuda::{self, Cuda, Sums};
-use device::{Device, Profile, cpu::Cpu};
+use device::{Device, Dtype, Profile, Role, cpu::Cpu};
 use fsdp::Groups;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -17,8 +17,19 @@ pub struct Seat {
     pub ranks: usize,
     pub device: Arc<dyn Device>,
     pub groups: Groups,
-    /// What the device held once opened, our own regions apart: the driver's context.
-    pub context_bytes: Option<usize>,
+    /// What the device holds beside our own regions, where it can tell.
+    pub overhead: Option<Overhead>,
+}
+
+/// Device memory that no plan can know, measured when the ranks meet.
+#[derive(Clone, Copy, Debug)]
+pub struct Overhead {
+    /// Ranks whose memory the device counts together, because they share it.
+    pub sharing: usize,
+    /// Of the driver, for all who share the device.
+    pub context_bytes: usize,
+    /// Of NCCL, likewise.
+    pub nccl_bytes: usize,
 }
 
 /// What a launcher (ours, torchrun's) says in the environment of the process it starts for a rank.
@@ -27,6 +38,7 @@ pub struct Launched {
     pub rank: usize,
     pub world: usize,
     local_rank: usize,
+    local_world: usize,
     address: String,
 }
 
@@ -47,9 +59,11 @@ impl Launched {
             return Err(Error::Config(what));
         }
         let local_rank = variable("LOCAL_RANK").map_or(Ok(rank), |text| number("LOCAL_RANK", &text))?;
+        let local_world =
+            variable("LOCAL_WORLD_SIZE").map_or(Ok(world), |text| number("LOCAL_WORLD_SIZE", &text))?;
         let host = variable("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
         let port = variable("MASTER_PORT").unwrap_or_else(|| "29500".into());
-        Ok(Some(Launched { rank, world, local_rank, address: format!("{host}:{port}") }))
+        Ok(Some(Launched { rank, world, local_rank, local_world, address: format!("{host}:{port}") }))
     }
 }
 
@@ -101,25 +115,66 @@ pub fn profile(run: &Run) -> Profile {
     }
 }
 
-/// One rank of several processes, each with a GPU; ranks share GPUs where there are fewer.
+/// One rank of several processes, each with a GPU; ranks share GPUs where there are fewer. What the driver and NCCL
+/// take is measured between meetings, when nobody allocates.
 fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
-    let Launched { rank, world, local_rank, address } = launched;
-    let device = Arc::new(Cuda::open(local_rank % cuda::device_count().max(1), sums(run))?);
-    let context_bytes = context_bytes(&*device);
+    let (rank, ranks) = (launched.rank, launched.world);
+    let gpus = cuda::device_count().max(1);
+    let device: Arc<Cuda> = Arc::new(Cuda::open(launched.local_rank % gpus, sums(run))?);
     device.make_current()?;
-    let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
-    let join = |name| Nccl::join(store.clone(), name, *rank, *world, run.timeout);
-    let groups = Groups { gather: join("gather")?, reduce: join("reduce")? };
-    body(Seat { rank: *rank, ranks: *world, device, groups, context_bytes })?;
+    let store = Arc::new(store::join(rank, ranks, &launched.address, run.timeout)?);
+    let meeting = store::Exchange::new(store.clone(), "start", rank, ranks, run.timeout);
+    let sharing = launched.local_world.div_ceil(gpus);
+    let held =
+        || device.measured_bytes().map(|all| all.saturating_sub(sharing * device.memory_use().current_bytes));
+    meeting.exchange(&[], "devices opened")?;
+    let context = held();
+    meeting.exchange(&[], "contexts measured")?;
+    let groups = nccl_groups(run, &store, rank, ranks)?;
+    warm_up(&*device, &groups)?;
+    meeting.exchange(&[], "groups joined")?;
+    let overhead = context.zip(held()).map(|(context_bytes, both)| Overhead {
+        sharing,
+        context_bytes,
+        nccl_bytes: both.saturating_sub(context_bytes),
+    });
+    meeting.exchange(&[], "groups measured")?;
+    body(Seat { rank, ranks, device, groups, overhead })?;
     Ok(store.finish(run.timeout)?)
+}
+
+/// This rank's place in a grid of `replicate` rows, each group a communicator of its own.
+fn nccl_groups(run: &Run, store: &Arc<store::Store>, rank: usize, ranks: usize) -> Result<Groups> {
+    let shards = ranks / if ranks.is_multiple_of(run.replicate) { run.replicate } else { 1 };
+    let (row, at) = (rank / shards, rank % shards);
+    let join = |name: &str, rank, size| Nccl::join(store.clone(), name, rank, size, run.timeout);
+    let gather = join(&format!("gather {row}"), at, shards)?;
+    let reduce = join(&format!("reduce {row}"), at, shards)?;
+    if shards == ranks {
+        // One row is the world, and its communicators take memory: the two share one.
+        return Ok(Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce });
+    }
+    let world = join("world", rank, ranks)?;
+    Ok(Groups { world, gather, reduce, replicate: join(&format!("replicate {at}"), row, ranks / shards)? })
+}
+
+/// One collective of each kind, so that NCCL takes its memory now and not in the first step.
+fn warm_up(device: &dyn Device, groups: &Groups) -> Result<()> {
+    let stream = device.stream("warm-up", Role::Side)?;
+    for group in [&groups.world, &groups.gather, &groups.reduce, &groups.replicate] {
+        let whole = device.alloc_buffer(Dtype::F32, 64 * group.size(), "warm-up")?;
+        let part = device.alloc_buffer(Dtype::F32, 64, "warm-up")?;
+        device.fill(&stream, &whole, 0.0)?;
+        group.reduce_scatter(&stream, &whole, &part, "warm-up")?;
+        group.all_gather(&stream, &part, &whole, "warm-up")?;
+        group.all_reduce(&stream, &part, comm::Reduction::Sum, "warm-up")?;
+        stream.synchronize()?;
+    }
+    Ok(())
 }
 
 fn sums(run: &Run) -> Sums {
     if run.deterministic { Sums::Ordered } else { Sums::Fastest }
-}
-
-fn context_bytes(device: &dyn Device) -> Option<usize> {
-    device.measured_bytes().map(|bytes| bytes.saturating_sub(device.memory_use().current_bytes))
 }
 
 /// Starts this command once more for each rank and waits; when one fails the others are ended.
@@ -189,19 +244,15 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     if ranks == 1 {
         return body(alone(Arc::new(Cpu::new())));
     }
-    let gather = comm::local::group("gather", ranks, run.timeout);
-    let reduce = comm::local::group("reduce", ranks, run.timeout);
+    let groups = local_groups(ranks, run.replicate, run.timeout);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = gather
+        let threads: Vec<_> = groups
             .into_iter()
-            .zip(reduce)
             .enumerate()
-            .map(|(rank, (gather, reduce))| {
+            .map(|(rank, groups)| {
                 let body = &body;
-                scope.spawn(move || {
-                    let (device, groups) = (Arc::new(Cpu::new()), Groups { gather, reduce });
-                    body(Seat { rank, ranks, device, groups, context_bytes: None })
-                })
+                let seat = move || Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None };
+                scope.spawn(move || body(seat()))
             })
             .collect();
         let joined = threads.into_iter().enumerate().map(|(rank, thread)| {
@@ -214,14 +265,38 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     first_cause(results)
 }
 
+/// The groups of every rank: a grid of `replicate` rows, a unit divided among the ranks of a row.
+fn local_groups(ranks: usize, replicate: usize, timeout: Duration) -> Vec<Groups> {
+    // A grid that does not come out is refused by the plan, in better words.
+    let replicate = if ranks.is_multiple_of(replicate) { replicate } else { 1 };
+    let shards = ranks / replicate;
+    let world = comm::local::group("world", ranks, timeout);
+    let rows = |name: &str| -> Vec<Vec<Arc<dyn Group>>> {
+        (0..replicate).map(|row| comm::local::group(&format!("{name} {row}"), shards, timeout)).collect()
+    };
+    let (gather, reduce) = (rows("gather"), rows("reduce"));
+    let columns: Vec<Vec<Arc<dyn Group>>> =
+        (0..shards).map(|at| comm::local::group(&format!("replicate {at}"), replicate, timeout)).collect();
+    let of = |rank: usize| Groups {
+        world: world[rank].clone(),
+        gather: gather[rank / shards][rank % shards].clone(),
+        reduce: reduce[rank / shards][rank % shards].clone(),
+        replicate: columns[rank % shards][rank / shards].clone(),
+    };
+    (0..ranks).map(of).collect()
+}
+
 /// A rank that works alone.
 fn alone(device: Arc<dyn Device>) -> Seat {
-    let context_bytes = match device.profile() {
-        Profile::Cuda { .. } => context_bytes(&*device),
-        Profile::Cpu => None,
+    let overhead = match (device.profile(), device.measured_bytes()) {
+        (Profile::Cuda { .. }, Some(bytes)) => {
+            let context_bytes = bytes.saturating_sub(device.memory_use().current_bytes);
+            Some(Overhead { sharing: 1, context_bytes, nccl_bytes: 0 })
+        }
+        _ => None,
     };
-    let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
-    Seat { rank: 0, ranks: 1, device, groups: Groups { gather: solo.clone(), reduce: solo }, context_bytes }
+    let groups = Groups::all(Arc::new(Solo::new("solo", device.clone())));
+    Seat { rank: 0, ranks: 1, device, groups, overhead }
 }
 
 /// Of several ranks' failures, the one that is not only the echo of another's end.

@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use checkpoint::folder::Plan;
 use comm::Group;
 use device::Dtype;
-use fsdp::{Engine, Strategy};
+use fsdp::Engine;
 use half::bf16;
 use std::path::Path;
 use tensor::Model;
@@ -47,8 +47,8 @@ pub fn final_model(run: &Run, model: &Model, engine: &Engine, ranks: &dyn Group)
     if rank != 0 {
         writers = parts.map(|part| plan.join(part)).collect::<checkpoint::Result<Vec<_>>>()?;
     }
-    // Where every rank holds everything, one of them writes.
-    if rank == 0 || run.strategy != Strategy::None {
+    // Of ranks that hold the same shard, one writes.
+    if engine.is_counted() {
         engine.read_weights(|name, start, values| {
             let part = plan.part_of(name).expect("every weight was planned");
             let bytes = encode(values, dtype);

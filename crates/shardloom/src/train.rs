@@ -2,7 +2,7 @@
 
 use crate::data::Batches;
 use crate::metrics::{Jsonl, Progress, Sink, StepDone};
-use crate::ranks::{self, Seat};
+use crate::ranks::{self, Overhead, Seat};
 use crate::run::{ModelSource, Run};
 use crate::source::{Folder, Seeded};
 use crate::{Error, Result, save, show};
@@ -77,11 +77,14 @@ impl<'a> Job<'a> {
         let settings = Settings {
             ranks: self.ranks,
             strategy: run.strategy,
+            replicate: run.replicate,
             wrap: run.wrap.clone(),
             prefetch: run.prefetch,
             precision: run.precision,
             fields: Field::tokens(self.micro_batch, self.batches.seq),
             micro_batches: self.micro_batches,
+            keep: run.keep,
+            accumulate: run.accumulate,
             loss_chunk: loss_chunk(profile),
         };
         Ok(Plan::new(&self.model, settings, profile)?)
@@ -100,8 +103,8 @@ impl<'a> Job<'a> {
         let source = self.source()?;
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
-        let Seat { rank, ranks, device, groups, context_bytes } = seat;
-        let control = groups.reduce.clone();
+        let Seat { rank, ranks, device, groups, overhead } = seat;
+        let control = groups.world.clone();
         let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
         engine.fill(&*source)?;
         let mut sinks = self.sinks(rank)?;
@@ -134,7 +137,7 @@ impl<'a> Job<'a> {
         }
         sinks.iter_mut().try_for_each(|sink| sink.finish())?;
         if rank == 0 && run.progress {
-            say_memory(planned_bytes, context_bytes, &engine);
+            say_memory(planned_bytes, overhead, &engine);
         }
         if !run.write_model {
             return Ok(());
@@ -156,7 +159,7 @@ impl<'a> Job<'a> {
 }
 
 /// Enough rows to keep the device busy with one product of the head, few enough that logits stay small.
-fn loss_chunk(profile: Profile) -> usize {
+pub(crate) fn loss_chunk(profile: Profile) -> usize {
     match profile {
         Profile::Cpu => 128,
         Profile::Cuda { .. } => 2048,
@@ -164,17 +167,20 @@ fn loss_chunk(profile: Profile) -> usize {
 }
 
 /// What was planned, what was taken, and what the device itself says, context and libraries apart.
-fn say_memory(planned_bytes: usize, context_bytes: Option<usize>, engine: &Engine) {
+fn say_memory(planned_bytes: usize, overhead: Option<Overhead>, engine: &Engine) {
     let taken = engine.device().memory_use().peak_bytes;
     let column = |bytes: usize| show::bytes(bytes).trim_start().to_string();
     let mut line = format!("memory: planned {}, taken {}", column(planned_bytes), column(taken));
-    if let (Some(context), Some(measured)) = (context_bytes, engine.device().measured_bytes()) {
-        let libraries = measured.saturating_sub(context + taken);
+    if let (Some(overhead), Some(measured)) = (overhead, engine.device().measured_bytes()) {
+        let Overhead { sharing, context_bytes, nccl_bytes } = overhead;
+        let rest = measured.saturating_sub(context_bytes + nccl_bytes + sharing * taken);
         line += &format!(
-            "; the device says {} (context {}, libraries and others {})",
+            "; the device says {}: {sharing} × {}, context {}, NCCL {}, rest {}",
             column(measured),
-            column(context),
-            column(libraries)
+            column(taken),
+            column(context_bytes),
+            column(nccl_bytes),
+            column(rest)
         );
     }
     eprintln!("{line}");

@@ -1,14 +1,15 @@
 //! Evaluation against PyTorch's first loss, on one rank and on several.
 
 use checkpoint::safetensors::File;
-use comm::{Group, Solo, local};
+use comm::{Solo, local};
 use device::{Device, Profile, cpu::Cpu};
-use fsdp::{Engine, Evaluation, Field, Groups, Hyper, Plan, Precision, Settings, Strategy, Wrap};
+use fsdp::{Accumulate, Engine, Evaluation, Field, Groups, Hyper, Plan, Precision, Settings, Strategy, Wrap};
 use shardloom::data::Batches;
 use shardloom::source::Folder;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use tensor::Keep;
 use tensor::models::{Config, build};
 use tensor::optim::{AdamW, Decay};
 
@@ -20,7 +21,14 @@ fn reference(case: &str) -> PathBuf {
 }
 
 /// Evaluates the first batch before and after `train` steps on it, as `ranks` threads; every rank's results.
-fn evaluate(case: &str, ranks: usize, strategy: Strategy, micro: usize, train: u64) -> Vec<[Evaluation; 2]> {
+fn evaluate(
+    case: &str,
+    ranks: usize,
+    strategy: Strategy,
+    keep: Keep,
+    micro: usize,
+    train: u64,
+) -> Vec<[Evaluation; 2]> {
     let dir = reference(case);
     let config = Config::parse(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
     let model = Arc::new(build(&config, SEQ).unwrap());
@@ -28,11 +36,14 @@ fn evaluate(case: &str, ranks: usize, strategy: Strategy, micro: usize, train: u
     let settings = Settings {
         ranks,
         strategy,
+        replicate: 1,
         wrap: Wrap::Layer,
         prefetch: 1,
         precision: Precision::F32,
         fields: Field::tokens(micro, SEQ),
         micro_batches: 4 / ranks / micro,
+        keep,
+        accumulate: Accumulate::Sharded,
         loss_chunk: 32,
     };
     let plan = Arc::new(Plan::new(&model, settings, Profile::Cpu).unwrap());
@@ -55,8 +66,8 @@ fn evaluate(case: &str, ranks: usize, strategy: Strategy, micro: usize, train: u
     };
     if ranks == 1 {
         let device: Arc<dyn Device> = Arc::new(Cpu::new());
-        let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
-        return vec![rank(0, device, Groups { gather: solo.clone(), reduce: solo })];
+        let groups = Groups::all(Arc::new(Solo::new("solo", device.clone())));
+        return vec![rank(0, device, groups)];
     }
     let timeout = Duration::from_secs(60);
     let pairs =
@@ -66,7 +77,8 @@ fn evaluate(case: &str, ranks: usize, strategy: Strategy, micro: usize, train: u
             .enumerate()
             .map(|(index, (gather, reduce))| {
                 let rank = &rank;
-                scope.spawn(move || rank(index, Arc::new(Cpu::new()), Groups { gather, reduce }))
+                let groups = Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce };
+                scope.spawn(move || rank(index, Arc::new(Cpu::new()), groups))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -85,7 +97,7 @@ fn the_loss_is_pytorchs_on_any_number_of_ranks() {
         for (ranks, micro) in [(1, 4), (1, 1), (2, 2), (2, 1), (4, 1)] {
             for strategy in [Strategy::Full, Strategy::Grad, Strategy::None] {
                 let what = format!("{case}, {ranks} ranks, {strategy:?}, {micro} rows");
-                let results = evaluate(case, ranks, strategy, micro, 0);
+                let results = evaluate(case, ranks, strategy, Keep::All, micro, 0);
                 assert!(
                     results.iter().flatten().all(|result| *result == results[0][0]),
                     "{what}: {results:?}"
@@ -99,10 +111,15 @@ fn the_loss_is_pytorchs_on_any_number_of_ranks() {
 
 #[test]
 fn evaluation_sees_what_training_did_and_leaves_it_alone() {
-    let [before, after] = evaluate("llama31-tied", 1, Strategy::Full, 4, 5)[0];
+    let [before, after] = evaluate("llama31-tied", 1, Strategy::Full, Keep::All, 4, 5)[0];
     assert!(after.loss < before.loss - 0.1, "{before:?} {after:?}");
-    for (ranks, strategy, micro) in [(1, Strategy::Full, 2), (2, Strategy::Full, 1), (2, Strategy::None, 2)] {
-        let results = evaluate("llama31-tied", ranks, strategy, micro, 5);
+    for (ranks, strategy, keep, micro) in [
+        (1, Strategy::Full, Keep::All, 2),
+        (2, Strategy::Full, Keep::Expensive, 1),
+        (2, Strategy::Full, Keep::Nothing, 2),
+        (2, Strategy::None, Keep::Nothing, 2),
+    ] {
+        let results = evaluate("llama31-tied", ranks, strategy, keep, micro, 5);
         assert!(results.iter().all(|result| *result == results[0]));
         assert_close("after five steps", results[0][1].loss, after.loss, 2e-5);
     }

@@ -20,8 +20,8 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
 }
 
-/// Trains a case in a folder of its own and returns (losses, norms, peaks) of its metrics.
-fn train(case: &str, ranks: usize, set: &[&str], out: &Path) -> [Vec<f64>; 3] {
+/// The run of a case as PyTorch ran it, with overrides.
+fn run(case: &str, set: &[&str], out: &Path) -> Run {
     let dir = reference(case);
     let text = format!(
         r#"
@@ -49,7 +49,12 @@ fn train(case: &str, ranks: usize, set: &[&str], out: &Path) -> [Vec<f64>; 3] {
         out = out.display()
     );
     let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-    shardloom::train(&Run::parse(&text, &set).unwrap(), ranks).unwrap();
+    Run::parse(&text, &set).unwrap()
+}
+
+/// Trains a case in a folder of its own and returns (losses, norms, peaks) of its metrics.
+fn train(case: &str, ranks: usize, set: &[&str], out: &Path) -> [Vec<f64>; 3] {
+    shardloom::train(&run(case, set, out), ranks).unwrap();
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     ["loss", "grad_norm", "peak_bytes"]
@@ -108,6 +113,49 @@ fn micro_batches_add_up_to_the_batch() {
 }
 
 #[test]
+fn recomputing_changes_no_bit() {
+    for case in ["llama3", "llama31-tied"] {
+        for set in [&["shard.strategy=full"][..], &["precision.compute=bf16", "train.micro_batch=1"]] {
+            let curve = |mode: &str| {
+                let out = tempfile::tempdir().unwrap();
+                let mode = format!("recompute.mode={mode}");
+                let [losses, norms, peaks] = train(case, 2, &[set, &[&mode]].concat(), out.path());
+                (losses, norms, peaks[0])
+            };
+            let (none, cheap, full) = (curve("none"), curve("cheap"), curve("full"));
+            assert_eq!((&none.0, &none.1), (&cheap.0, &cheap.1));
+            assert_eq!((&none.0, &none.1), (&full.0, &full.1));
+            assert!(none.2 > cheap.2 && cheap.2 > full.2, "{} > {} > {} bytes", none.2, cheap.2, full.2);
+        }
+    }
+}
+
+#[test]
+fn reducing_once_gives_the_same_curve() {
+    for case in ["llama3", "llama31-tied"] {
+        let set = ["train.micro_batch=1", "train.accumulate=unsharded"];
+        against_pytorch(case, "accum4", 2, &set);
+    }
+}
+
+#[test]
+fn hybrid_sharding_follows_pytorch() {
+    for case in ["llama3", "llama31-tied"] {
+        against_pytorch(case, "clip1", 4, &["shard.strategy=hybrid", "shard.replicate=2"]);
+        against_pytorch(case, "clip1", 2, &["shard.strategy=hybrid", "shard.replicate=2"]);
+    }
+    let set = ["shard.strategy=HYBRID_SHARD", "shard.replicate=2", "recompute.mode=full"];
+    against_pytorch("llama31-tied", "clip1", 4, &set);
+}
+
+#[test]
+fn a_mesh_that_does_not_come_out_is_refused() {
+    let run = run("llama3", &["shard.strategy=hybrid", "shard.replicate=3"], Path::new("unused"));
+    let error = shardloom::make_plan(&run, 4, device::Profile::Cpu).unwrap_err();
+    assert!(error.to_string().contains("4 ranks") && error.exit_status() == 2, "{error}");
+}
+
+#[test]
 fn the_final_folder_holds_what_pytorch_arrived_at() {
     let case = "llama3";
     let out = tempfile::tempdir().unwrap();
@@ -149,7 +197,6 @@ fn the_same_run_gives_the_same_bits() {
 
 #[test]
 fn the_devices_peak_is_the_plans() {
-    let dir = reference("llama3");
     for (ranks, strategy, micro) in
         [(1, "full", 4), (2, "full", 2), (2, "full", 1), (2, "none", 1), (4, "grad", 1)]
     {
@@ -162,24 +209,8 @@ fn the_devices_peak_is_the_plans() {
             ];
             let set: Vec<&str> = set.iter().map(String::as_str).collect();
             let [.., peaks] = train("llama3", ranks, &set, out.path());
-            let model = std::sync::Arc::new(
-                tensor::models::build(
-                    &tensor::models::Config::parse(
-                        &std::fs::read_to_string(dir.join("config.json")).unwrap(),
-                    )
-                    .unwrap(),
-                    48,
-                )
-                .unwrap(),
-            );
-            let run = Run::parse(
-                &format!(
-                    "[model]\npath = \"{d}\"\n[data]\nkind = \"batches\"\npath = \"{d}/io.safetensors\"\n[train]\nsteps = 12\nglobal_batch = 4\n[output]\ndir = \"x\"",
-                    d = dir.display()
-                ),
-                &set.iter().map(|s| s.to_string()).collect::<Vec<_>>(),
-            )
-            .unwrap();
+            let run = run("llama3", &set, out.path());
+            let model = tensor::models::build(&run.config, 48).unwrap();
             let plan = shardloom::make_plan(&run, ranks, device::Profile::Cpu).unwrap();
             let planned = plan.peak_bytes(&model) as f64;
             assert!(

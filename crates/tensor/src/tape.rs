@@ -1,11 +1,17 @@
 //! The tape inside a unit: what the forward did and saved, to be walked backwards once.
 //!
+//! How much is saved is a choice ([`Keep`]): everything; everything but the results of operations that are
+//! cheap to run again (norms, SwiGLU); or nothing at all, the whole forward being run again before the
+//! backward. The numbers are the same, bit for bit, in every case: the same kernels run on the same inputs.
+//!
 //! An operation saves tensors it computed, and knows *which* weight it used; it never saves a weight. So a
 //! unit's gathered weights can be freed after its forward and gathered again before its backward.
 
+use crate::arena::Hold;
 use crate::{Arena, Cache, Error, ItemId, Kind, Result, Shape, Tensor, Weights};
 use device::{Device, Dtype, Stream};
 use std::fmt;
+use std::sync::Weak;
 
 /// What a forward is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +23,17 @@ pub enum Mode {
     /// Saves nothing; attention sees and extends the context's cache, and the last block gives logits of each
     /// row's last token.
     Decode,
+}
+
+/// What a forward keeps for its backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Keep {
+    #[default]
+    All,
+    /// Not what cheap operations gave: that is made again from what they were given.
+    Expensive,
+    /// The carry alone.
+    Nothing,
 }
 
 /// What a block computes on beside its carry: the fields of one micro-batch, by name.
@@ -108,6 +125,34 @@ pub trait Op: fmt::Debug + Send {
         saved: Vec<Tensor>,
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>>;
+
+    /// For an operation that is cheap to run again: its last result, from what it saved. Others have None.
+    fn again(&self, _cx: &Context<'_>, _saved: &[Saved]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    /// Whether [`Op::again`] gives something.
+    fn is_cheap(&self) -> bool {
+        false
+    }
+}
+
+/// What the tape holds of an operation's saved tensors.
+#[derive(Debug)]
+pub enum Saved {
+    Value(Tensor),
+    /// The last result of a cheap operation, by its place on the tape.
+    Again(usize),
+}
+
+impl Saved {
+    /// The tensor itself, where the tape holds it.
+    pub fn value(&self) -> Option<&Tensor> {
+        match self {
+            Saved::Value(tensor) => Some(tensor),
+            Saved::Again(_) => None,
+        }
+    }
 }
 
 /// A tensor with its place on the tape.
@@ -132,19 +177,26 @@ struct Node {
     op: Box<dyn Op>,
     inputs: Vec<usize>,
     outputs: Vec<usize>,
-    saved: Vec<Tensor>,
+    saved: Vec<Saved>,
 }
 
 /// What one forward of a unit recorded.
 #[derive(Debug, Default)]
 pub struct Tape {
+    keep: Keep,
     nodes: Vec<Node>,
+    /// The last results of cheap operations, while the forward runs: (mark of the tensor, place of its operation).
+    cheap: Vec<(Weak<Hold>, usize)>,
     vars: usize,
     entries: Vec<usize>,
     exits: Vec<usize>,
 }
 
 impl Tape {
+    pub fn new(keep: Keep) -> Self {
+        Tape { keep, ..Tape::default() }
+    }
+
     fn enter(&mut self, tensor: Tensor) -> Var {
         self.vars += 1;
         Var { id: self.vars - 1, tensor }
@@ -163,6 +215,7 @@ impl Tape {
         for block in blocks {
             carry = block.forward(&mut pass, carry)?;
         }
+        self.cheap.clear();
         self.exits = carry.iter().map(|var| var.id).collect();
         Ok(carry.into_iter().map(Var::into_tensor).collect())
     }
@@ -176,12 +229,49 @@ impl Tape {
         }
         while let Some(node) = self.nodes.pop() {
             let arriving: Vec<_> = node.outputs.iter().map(|&id| by_var[id].take()).collect();
-            let leaving = node.op.backward(&cx, node.saved, arriving)?;
+            let saved = self.restore(&cx, node.saved)?;
+            let leaving = node.op.backward(&cx, saved, arriving)?;
             for (id, grad) in node.inputs.iter().zip(leaving) {
                 accumulate(&cx, &mut by_var[*id], grad)?;
             }
         }
         Ok(self.entries.iter().map(|&id| by_var[id].take()).collect())
+    }
+}
+
+impl Tape {
+    /// Saved tensors, those of cheap operations made again. An operation's sources come before it on the tape, so
+    /// they are still there.
+    fn restore(&self, cx: &Context<'_>, saved: Vec<Saved>) -> Result<Vec<Tensor>> {
+        let restored = saved.into_iter().map(|saved| match saved {
+            Saved::Value(tensor) => Ok(tensor),
+            Saved::Again(index) => {
+                let node = &self.nodes[index];
+                let missing = || Error::Argument { op: node.op.name(), what: "it cannot run again".into() };
+                node.op.again(cx, &node.saved)?.ok_or_else(missing)
+            }
+        });
+        restored.collect()
+    }
+
+    /// Remembers an operation that has run.
+    fn record(&mut self, op: impl Op + 'static, inputs: Vec<usize>, outputs: &[Var], saved: Vec<Tensor>) {
+        let made_again = |tensor: &Tensor| {
+            self.cheap.iter().find(|(mark, _)| tensor.is_marked(mark)).map(|(_, index)| *index)
+        };
+        let saved = saved.into_iter().map(|tensor| match made_again(&tensor) {
+            Some(index) => Saved::Again(index),
+            None => Saved::Value(tensor),
+        });
+        let saved = saved.collect();
+        if self.keep == Keep::Expensive
+            && op.is_cheap()
+            && let Some(mark) = outputs.last().and_then(|last| last.tensor.mark())
+        {
+            self.cheap.push((mark, self.nodes.len()));
+        }
+        let outputs = outputs.iter().map(|var| var.id).collect();
+        self.nodes.push(Node { op: Box::new(op), inputs, outputs, saved });
     }
 }
 
@@ -221,10 +311,8 @@ impl Pass<'_> {
         let ids: Vec<usize> = inputs.iter().map(|var| var.id).collect();
         let outcome = op.forward(&self.cx, inputs.into_iter().map(Var::into_tensor).collect())?;
         let outputs: Vec<Var> = outcome.outputs.into_iter().map(|tensor| self.tape.enter(tensor)).collect();
-        if self.cx.mode == Mode::Train {
-            let (op, saved) = (Box::new(op) as Box<dyn Op>, outcome.saved);
-            let outputs = outputs.iter().map(|var| var.id).collect();
-            self.tape.nodes.push(Node { op, inputs: ids, outputs, saved });
+        if self.cx.mode == Mode::Train && self.tape.keep != Keep::Nothing {
+            self.tape.record(op, ids, &outputs, outcome.saved);
         }
         Ok(outputs)
     }

@@ -2,7 +2,7 @@ use crate::arena::Hold;
 use crate::{Error, Result};
 use device::{Buffer, Dtype, Matrix};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Dimensions, outermost first.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -100,6 +100,15 @@ impl Tensor {
         let (_, cols) = self.rows_cols("Tensor::rows")?;
         let buffer = self.buffer.slice(start * cols, rows * cols)?;
         Ok(Tensor { buffer, shape: [rows, cols].into(), hold: self.hold.clone() })
+    }
+
+    /// A mark of this storage that does not hold it.
+    pub(crate) fn mark(&self) -> Option<Weak<Hold>> {
+        self.hold.as_ref().map(Arc::downgrade)
+    }
+
+    pub(crate) fn is_marked(&self, mark: &Weak<Hold>) -> bool {
+        self.hold.as_ref().is_some_and(|hold| std::ptr::eq(Arc::as_ptr(hold), mark.as_ptr()))
     }
 
     /// Whether nobody else holds this storage, so that it may be overwritten in place.

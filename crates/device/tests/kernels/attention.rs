@@ -84,8 +84,9 @@ fn case(bed: &Bed, dtype: Dtype, shape: AttentionShape, several: bool) {
     Tolerance::new(dtype, 2).check(&format!("{case}: out"), &got, &want);
     Tolerance::new(Dtype::F32, 4).check(&format!("{case}: lse"), &lse, &want_lse);
     let want = reference::attention_grad(&shape, &qkv.values, &starts, &got, &dout.values);
-    // Probabilities, the scores' gradient and the result.
-    Tolerance::new(dtype, 3).check(&format!("{case}: dqkv"), &dqkv, &want);
+    // Probabilities, the scores' gradient and the result. The first tokens of a row average over few keys, so
+    // their terms are larger than the others'.
+    Tolerance::new(dtype, 3).with_terms_of(3.0).check(&format!("{case}: dqkv"), &dqkv, &want);
 }
 
 /// Whole sequences, and how they are cut into passes.

@@ -165,11 +165,18 @@ const F16_SUBNORMAL: f64 = 3e-8;
 pub struct Tolerance {
     dtype: Dtype,
     roundings: f64,
+    /// How much larger than the array's root mean square the terms of one element may be.
+    term: f64,
 }
 
 impl Tolerance {
     pub fn new(dtype: Dtype, roundings: usize) -> Self {
-        Tolerance { dtype, roundings: roundings as f64 }
+        Tolerance { dtype, roundings: roundings as f64, term: 1.0 }
+    }
+
+    /// For arrays some of whose elements sum terms `term` times as large as the array's root mean square.
+    pub fn with_terms_of(self, term: f64) -> Self {
+        Tolerance { term, ..self }
     }
 
     /// ‖got − want‖ / ‖want‖. A rounding's error is spread evenly, so over many elements its root mean square
@@ -192,7 +199,7 @@ impl Tolerance {
         let rms = (size / want.len().max(1) as f64).sqrt();
         let absolute = if self.dtype == Dtype::F16 { F16_SUBNORMAL } else { 1e-30 };
         for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-            let allowed = self.element() * (want.abs() + rms) + absolute;
+            let allowed = self.element() * (want.abs() + self.term * rms) + absolute;
             let near = (got - want).abs() <= allowed;
             assert!(near, "{case}: element {i} is {got}, not {want} (±{allowed:e})");
         }

@@ -8,7 +8,7 @@ mod view;
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
 
-use crate::plan::align;
+use crate::plan::{Held, align};
 use crate::{Error, Plan, Result};
 use comm::Group;
 use device::{Buffer, Device, Dtype, Event, Role, Stream};
@@ -21,8 +21,21 @@ use tensor::{Batch, Model, Tape, Tensor};
 /// The ranks to work with. Gathers and reduces have a group each, so that one never waits for the other.
 #[derive(Clone, Debug)]
 pub struct Groups {
+    /// All ranks: for agreeing on things, counts, norms and losses.
+    pub world: Arc<dyn Group>,
+    /// The ranks a unit is divided among, for gathers.
     pub gather: Arc<dyn Group>,
+    /// The same ranks, for reduces.
     pub reduce: Arc<dyn Group>,
+    /// The ranks that hold the same shard (hybrid sharding).
+    pub replicate: Arc<dyn Group>,
+}
+
+impl Groups {
+    /// One group for every purpose: for a rank alone, or a plan.
+    pub fn all(group: Arc<dyn Group>) -> Self {
+        Groups { world: group.clone(), gather: group.clone(), reduce: group.clone(), replicate: group }
+    }
 }
 
 /// What may change from step to step.
@@ -91,8 +104,10 @@ struct Shard {
     moments: [Buffer; 2],
     /// What gathers take: the master itself where the dtypes are equal.
     compute: Buffer,
-    /// Kept through the micro-batches of a step; None where the step has one and the arena holds it.
+    /// The shard's gradient, or the whole unit's, kept through the micro-batches of a step; None where the arena
+    /// holds it.
     held_grad: Option<Buffer>,
+    held_slot: Option<Buffer>,
 }
 
 /// Numbers that live on the device.
@@ -120,6 +135,8 @@ struct Walk {
     /// Reduces in flight: when each is done, and what it holds until then.
     reducing: Vec<Option<(Event, Vec<Tensor>)>>,
     tapes: Vec<Option<Tape>>,
+    /// Carries into units whose forward will run again.
+    kept: Vec<Option<Vec<Tensor>>>,
     carry: Vec<Tensor>,
     carry_grads: Vec<Option<Tensor>>,
 }
@@ -190,6 +207,11 @@ impl Engine {
         Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new() })
     }
 
+    /// Whether this rank, of those that hold the same shard, is the one that counts and writes.
+    pub fn is_counted(&self) -> bool {
+        self.fixed.is_counted()
+    }
+
     pub fn plan(&self) -> &Plan {
         &self.fixed.plan
     }
@@ -215,12 +237,20 @@ impl Engine {
 
 impl Fixed {
     fn rank(&self) -> usize {
-        self.groups.gather.rank()
+        self.groups.world.rank()
     }
 
     /// Which part of each unit is this rank's.
     fn shard_index(&self) -> usize {
-        if self.plan.settings.is_sharded() { self.rank() } else { 0 }
+        if self.plan.settings.is_sharded() { self.groups.gather.rank() } else { 0 }
+    }
+
+    /// Whether this rank, of those that hold the same shard, is the one whose numbers count.
+    fn is_counted(&self) -> bool {
+        match self.plan.settings.is_sharded() {
+            true => self.plan.settings.replicate == 1 || self.groups.replicate.rank() == 0,
+            false => self.rank() == 0,
+        }
     }
 
     fn unit_name(&self, unit: usize) -> &str {
@@ -238,6 +268,7 @@ impl Walk {
             grads: nothing(units),
             reducing: nothing(units),
             tapes: nothing(units),
+            kept: nothing(units),
             carry: vec![],
             carry_grads: vec![],
         }
@@ -245,8 +276,8 @@ impl Walk {
 }
 
 fn agree(plan: &Plan, groups: &Groups) -> Result<()> {
-    let (rank, mine) = (groups.gather.rank(), plan.fingerprint);
-    for (peer, bytes) in groups.gather.exchange(&mine.to_le_bytes(), "plan fingerprint")?.iter().enumerate() {
+    let (rank, mine) = (groups.world.rank(), plan.fingerprint);
+    for (peer, bytes) in groups.world.exchange(&mine.to_le_bytes(), "plan fingerprint")?.iter().enumerate() {
         let theirs = bytes.as_slice().try_into().map(u64::from_le_bytes).unwrap_or(0);
         if theirs != mine {
             return Err(Error::PlansDiffer { rank, peer, mine, theirs });
@@ -264,7 +295,12 @@ fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
     let moments = take(precision.moments, 2, "moments")?;
     let copy =
         precision.has_compute_copy().then(|| take(precision.compute, 1, "compute weights")).transpose()?;
-    let held = plan.holds_gradients().then(|| take(precision.grad, 1, "held gradients")).transpose()?;
+    let (mut held_grads, mut held_slots) = (None, None);
+    match plan.held() {
+        Held::Nothing => {}
+        Held::Shards => held_grads = Some(take(precision.grad, 1, "held gradients")?),
+        Held::Whole => held_slots = Some(take(precision.reduce, plan.layout.num_shards, "held gradients")?),
+    }
     let mut start = 0;
     let mut shards = Vec::with_capacity(plan.layout.units.len());
     for unit in &plan.layout.units {
@@ -273,7 +309,11 @@ fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
         shards.push(Shard {
             moments: [moments.slice(start, len)?, moments.slice(owned + start, len)?],
             compute: copy.as_ref().map_or(Ok(master.clone()), |copy| copy.slice(start, len))?,
-            held_grad: held.as_ref().map(|held| held.slice(start, len)).transpose()?,
+            held_grad: held_grads.as_ref().map(|held| held.slice(start, len)).transpose()?,
+            held_slot: held_slots
+                .as_ref()
+                .map(|held| held.slice(start * plan.layout.num_shards, len * plan.layout.num_shards))
+                .transpose()?,
             master,
         });
         start += len;

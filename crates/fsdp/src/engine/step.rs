@@ -7,7 +7,7 @@ use comm::Reduction;
 use device::Dtype;
 use std::cell::Cell;
 use tensor::optim::Decay;
-use tensor::{Arena, Context, Kind, Mode, Tape, Tensor};
+use tensor::{Arena, Context, Keep, Kind, Mode, Tape, Tensor};
 
 impl Engine {
     /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
@@ -120,7 +120,7 @@ impl Fixed {
             return Ok(());
         }
         self.reduce.wait(&self.compute.record()?)?;
-        self.groups.reduce.all_reduce(&self.reduce, numbers, Reduction::Sum, what)?;
+        self.groups.world.all_reduce(&self.reduce, numbers, Reduction::Sum, what)?;
         Ok(self.compute.wait(&self.reduce.record()?)?)
     }
 
@@ -165,20 +165,38 @@ impl Walk {
 
     pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
-        let (mut tape, carry) = (Tape::default(), std::mem::take(&mut self.carry));
+        let carry = std::mem::take(&mut self.carry);
+        let keep = fixed.plan.settings.keep;
+        if mode == Mode::Train && keep == Keep::Nothing {
+            self.kept[unit] = Some(carry.clone());
+        }
+        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, keep), carry)?;
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        fixed: &Fixed,
+        arena: &Arena,
+        unit: usize,
+        (mode, keep): (Mode, Keep),
+        carry: Vec<Tensor>,
+    ) -> Result<(Option<Tape>, Vec<Tensor>)> {
+        let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
         let context = fixed.context(arena, &view, mode);
-        self.carry = tape.forward(context, blocks.iter().map(|block| &**block), carry)?;
-        self.tapes[unit] = (mode == Mode::Train).then_some(tape);
-        Ok(())
+        let carry = tape.forward(context, blocks.iter().map(|block| &**block), carry)?;
+        Ok(((mode == Mode::Train).then_some(tape), carry))
     }
 
     /// Forward of the last unit, its losses summed, and straight back.
     fn turn(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         self.take_slots(fixed, arena, unit)?;
-        self.forward(fixed, arena, unit, Mode::Train)?;
-        let losses = std::mem::take(&mut self.carry);
+        self.arrive(fixed, unit)?;
+        let carry = std::mem::take(&mut self.carry);
+        let losses;
+        (self.tapes[unit], losses) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
         add_up(fixed, arena, &losses, &fixed.scalars.loss_sum)?;
         self.carry_grads = losses.iter().map(|_| None).collect();
         drop(losses);
@@ -188,6 +206,10 @@ impl Walk {
     fn backward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         self.take_slots(fixed, arena, unit)?;
         self.arrive(fixed, unit)?;
+        if let Some(carry) = self.kept[unit].take() {
+            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+            self.tapes[unit] = tape;
+        }
         self.walk_back(fixed, arena, unit)
     }
 
@@ -214,11 +236,13 @@ impl Walk {
             if grad.slot.is_some() {
                 continue;
             }
-            grad.slot = Some(match &fixed.shards[need].held_grad {
-                _ if settings.is_sharded() => {
+            let shard = &fixed.shards[need];
+            let held = if settings.is_sharded() { &shard.held_slot } else { &shard.held_grad };
+            grad.slot = Some(match held {
+                Some(held) => Tensor::over(held.clone(), [len])?,
+                None if settings.is_sharded() => {
                     arena.tensor(settings.precision.reduce, [len], Kind::GradientSlot)?
                 }
-                Some(held) => Tensor::over(held.clone(), [len])?,
                 None => arena.tensor(settings.precision.grad, [len], Kind::Gradient)?,
             });
         }
@@ -230,7 +254,7 @@ impl Walk {
         let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
         fill_unwritten(fixed, unit, grad)?;
         fixed.reduce.wait(&fixed.compute.record()?)?;
-        let (group, name) = (&fixed.groups.reduce, fixed.unit_name(unit));
+        let name = fixed.unit_name(unit);
         let mut holds = Vec::new();
         if fixed.plan.settings.is_sharded() {
             let slot = grad.slot.take().expect("a slot until the reduce");
@@ -238,7 +262,11 @@ impl Walk {
             grad.written.iter().for_each(|written| written.set(false));
             let (shard, staging) = self.shard_grad(fixed, arena, unit)?;
             let landing = staging.as_ref().unwrap_or(&shard);
-            group.reduce_scatter(&fixed.reduce, slot.buffer(), landing.buffer(), name)?;
+            fixed.groups.reduce.reduce_scatter(&fixed.reduce, slot.buffer(), landing.buffer(), name)?;
+            if fixed.plan.settings.replicate > 1 {
+                let replicas = &fixed.groups.replicate;
+                replicas.all_reduce(&fixed.reduce, landing.buffer(), Reduction::Sum, name)?;
+            }
             let grad = self.grads[unit].as_mut().expect("still there");
             match &staging {
                 Some(part) if grad.reduced => {
@@ -252,7 +280,7 @@ impl Walk {
             holds.extend([Some(slot), staging].into_iter().flatten());
         } else {
             let slot = grad.slot.as_ref().expect("unsharded gradients stay where they are");
-            group.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
+            fixed.groups.world.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
         }
         self.reducing[unit] = Some((fixed.reduce.record()?, holds));
         Ok(())
@@ -283,11 +311,11 @@ impl Walk {
         Ok(())
     }
 
-    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. A unit that
-    /// every rank holds whole is counted by rank 0 alone.
+    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. Of ranks that
+    /// hold the same shard, one counts.
     fn norm(&mut self, fixed: &Fixed, arena: &Arena, hyper: &Hyper) -> Result<()> {
         let scalars = &fixed.scalars;
-        let counts = fixed.plan.settings.is_sharded() || fixed.rank() == 0;
+        let counts = fixed.is_counted();
         for unit in 0..self.grads.len() {
             if let Some(grad) = &self.grads[unit] {
                 fill_unwritten(fixed, unit, grad)?;

@@ -3,7 +3,7 @@
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::Dtype;
-use fsdp::{Precision, Strategy, Wrap};
+use fsdp::{Accumulate, Keep, Precision, Strategy, Wrap};
 use std::path::PathBuf;
 use std::time::Duration;
 use tensor::models::Config;
@@ -76,6 +76,10 @@ pub struct Run {
     pub lr: LrSchedule,
     pub precision: Precision,
     pub strategy: Strategy,
+    /// How many times each shard exists.
+    pub replicate: usize,
+    pub keep: Keep,
+    pub accumulate: Accumulate,
     pub wrap: Wrap,
     pub prefetch: usize,
     pub device: DeviceChoice,
@@ -152,6 +156,17 @@ impl Run {
             lr: lr_schedule(&raw.optimizer, &raw.schedule, steps)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
             strategy: strategy(&raw.shard.strategy)?,
+            replicate: replicate(&raw.shard)?,
+            keep: choose(
+                "recompute.mode",
+                &raw.recompute.mode,
+                &[("none", Keep::All), ("cheap", Keep::Expensive), ("full", Keep::Nothing)],
+            )?,
+            accumulate: choose(
+                "train.accumulate",
+                &raw.train.accumulate,
+                &[("sharded", Accumulate::Sharded), ("unsharded", Accumulate::Unsharded)],
+            )?,
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
             device: choose(
@@ -197,15 +212,12 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     let _ = (raw.data.seed, raw.train.seed);
     only("data.pack", raw.data.pack.unwrap_or(false), false)?;
     only("model.freeze", raw.model.freeze.len(), 0)?;
-    only("train.accumulate", raw.train.accumulate.as_str(), "sharded")?;
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
-    only("shard.replicate", raw.shard.replicate, 1)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
     only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
     only("shard.unit", raw.shard.unit.len(), 0)?;
-    only("recompute.mode", raw.recompute.mode.as_str(), "none")?;
     only("checkpoint.every", raw.checkpoint.every, 0)?;
     only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
     choose("device.group", &raw.device.group, &[("auto", ()), ("local", ()), ("nccl", ())])?;
@@ -278,11 +290,26 @@ fn strategy(word: &str) -> Result<Strategy> {
             ("full", Strategy::Full),
             ("grad", Strategy::Grad),
             ("none", Strategy::None),
+            ("hybrid", Strategy::Full),
+            ("HYBRID_SHARD", Strategy::Full),
             ("FULL_SHARD", Strategy::Full),
             ("SHARD_GRAD_OP", Strategy::Grad),
             ("NO_SHARD", Strategy::None),
         ],
     )
+}
+
+/// `hybrid` is `full` on a mesh with more than one row.
+fn replicate(raw: &raw::Shard) -> Result<usize> {
+    let hybrid = matches!(raw.strategy.as_str(), "hybrid" | "HYBRID_SHARD");
+    match (hybrid, raw.replicate) {
+        (_, 0) => wrong("shard.replicate must be at least 1"),
+        (true, 1) => {
+            wrong("shard.strategy = \"hybrid\" needs shard.replicate = 2 or more (the number of replicas)")
+        }
+        (false, 2..) => wrong("shard.replicate goes with shard.strategy = \"hybrid\""),
+        (_, replicate) => Ok(replicate),
+    }
 }
 
 fn wrap(raw: raw::Wrap) -> Result<Wrap> {

@@ -1,5 +1,5 @@
 use super::exactly;
-use crate::{Context, Error, ItemId, Op, Outcome, Pass, Result, Tensor, Var};
+use crate::{Context, Error, ItemId, Op, Outcome, Pass, Result, Saved, Tensor, Var};
 
 /// RMSNorm of `x`.
 pub fn rms_norm(pass: &mut Pass<'_>, x: Var, item: ItemId, eps: f32) -> Result<(Var, Var)> {
@@ -54,6 +54,30 @@ impl Op for RmsNorm {
         cx.device.rms_norm(cx.stream, &args)?;
         let sum = sum.unwrap_or(x);
         Ok(Outcome { outputs: vec![sum.clone(), out], saved: vec![sum, rstd] })
+    }
+
+    fn is_cheap(&self) -> bool {
+        true
+    }
+
+    /// The norm of the saved sum; the scale comes out as it did.
+    fn again(&self, cx: &Context<'_>, saved: &[Saved]) -> Result<Option<Tensor>> {
+        let [Saved::Value(sum), Saved::Value(rstd)] = saved else { return Ok(None) };
+        let (rows, cols) = sum.rows_cols(self.name())?;
+        let out = cx.tensor([rows, cols])?;
+        let args = device::RmsNorm {
+            x: sum.buffer(),
+            delta: None,
+            weight: &cx.weights.get(self.item)?,
+            sum: None,
+            out: out.buffer(),
+            rstd: rstd.buffer(),
+            rows,
+            cols,
+            eps: self.eps,
+        };
+        cx.device.rms_norm(cx.stream, &args)?;
+        Ok(Some(out))
     }
 
     fn backward(

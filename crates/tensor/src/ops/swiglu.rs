@@ -1,5 +1,5 @@
 use super::{exactly, sole};
-use crate::{Context, Op, Outcome, Pass, Result, Tensor, Var};
+use crate::{Context, Op, Outcome, Pass, Result, Saved, Tensor, Var};
 
 /// `silu(gate) · up` of gate ‖ up.
 pub fn swiglu(pass: &mut Pass<'_>, gate_up: Var) -> Result<Var> {
@@ -16,12 +16,16 @@ impl Op for Swiglu {
 
     fn forward(&self, cx: &Context<'_>, inputs: Vec<Tensor>) -> Result<Outcome> {
         let [gate_up] = exactly(self.name(), inputs)?;
-        let (rows, both) = gate_up.rows_cols(self.name())?;
-        let cols = both / 2;
-        let out = cx.tensor([rows, cols])?;
-        let args = device::Swiglu { gate_up: gate_up.buffer(), out: out.buffer(), rows, cols };
-        cx.device.swiglu(cx.stream, &args)?;
+        let out = self.run(cx, &gate_up)?;
         Ok(Outcome { outputs: vec![out], saved: vec![gate_up] })
+    }
+
+    fn is_cheap(&self) -> bool {
+        true
+    }
+
+    fn again(&self, cx: &Context<'_>, saved: &[Saved]) -> Result<Option<Tensor>> {
+        saved.first().and_then(Saved::value).map(|gate_up| self.run(cx, gate_up)).transpose()
     }
 
     fn backward(
@@ -44,5 +48,16 @@ impl Op for Swiglu {
         };
         cx.device.swiglu_grad(cx.stream, &args)?;
         Ok(vec![Some(dgate_up)])
+    }
+}
+
+impl Swiglu {
+    fn run(&self, cx: &Context<'_>, gate_up: &Tensor) -> Result<Tensor> {
+        let (rows, both) = gate_up.rows_cols(self.name())?;
+        let cols = both / 2;
+        let out = cx.tensor([rows, cols])?;
+        let args = device::Swiglu { gate_up: gate_up.buffer(), out: out.buffer(), rows, cols };
+        cx.device.swiglu(cx.stream, &args)?;
+        Ok(out)
     }
 }
