@@ -247,3 +247,56 @@ fn an_empty_prompt_begins_with_the_models_own_token() {
     let done = generate(&ask(dir.path().into(), ""), &mut vec![]).unwrap();
     assert_eq!(done.prompt_tokens, 1);
 }
+
+const RHYME: &str = "Der Mond ist aufgegangen, die goldnen Sternlein prangen am Himmel hell und klar. ";
+
+/// Ready-made batches of a text that goes round, one byte a token.
+fn write_batches(path: &Path, steps: usize, rows: usize, seq: usize) {
+    let mut round = RHYME.bytes().cycle().map(i32::from);
+    let tokens: Vec<i32> = round.by_ref().take(steps * rows * seq + 1).collect();
+    let bytes = |tokens: &[i32]| tokens.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let shape = [steps, rows, seq];
+    let tensors = ["input_ids", "labels"].map(|name| (name, checkpoint::Dtype::I32, &shape[..]));
+    let layout = checkpoint::safetensors::Layout::new(path, tensors).unwrap();
+    let writer = checkpoint::safetensors::Writer::create(path, layout).unwrap();
+    writer.write_range("input_ids", 0, &bytes(&tokens[..steps * rows * seq])).unwrap();
+    writer.write_range("labels", 0, &bytes(&tokens[1..])).unwrap();
+    writer.finish().unwrap();
+}
+
+#[test]
+fn a_model_says_what_it_was_trained_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let batches = dir.path().join("batches.safetensors");
+    write_batches(&batches, 60, 8, 50);
+    let text = format!(
+        r#"
+        [model]
+        config = {{ model_type = "llama", vocab_size = 257, hidden_size = 64, intermediate_size = 128,
+            num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2,
+            max_position_embeddings = 128 }}
+        init_seed = 1
+        [data]
+        kind = "batches"
+        path = "{}"
+        [train]
+        steps = 60
+        global_batch = 8
+        [optimizer]
+        lr = 5e-3
+        [device]
+        kind = "cpu"
+        [output]
+        dir = "{}"
+        [log]
+        sinks = []
+        "#,
+        batches.display(),
+        dir.path().display()
+    );
+    shardloom::train(&shardloom::Run::parse(&text, &[]).unwrap(), 1).unwrap();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let args = Generate { dtype: Some(dtype), ..ask(dir.path().join("model"), &RHYME[..20]) };
+        assert_eq!(String::from_utf8(self::text(&args)).unwrap(), RHYME[20..44].to_string() + "\n");
+    }
+}
