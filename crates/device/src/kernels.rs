@@ -7,7 +7,7 @@
 //! - Sums run in an order that depends on sizes only, never on timing: the same inputs give the same bits.
 //! - Buffers are checked for dtype and length before anything is issued.
 
-use crate::{Buffer, Error, Result, Stream};
+use crate::{Buffer, Dtype, Error, Result, Stream};
 
 /// A matrix view: `rows × cols` with `stride` elements from one row to the next, read as its transpose when
 /// `transposed` (rows and cols are those *before* transposing).
@@ -232,6 +232,62 @@ pub struct AttentionGrad<'a> {
     pub scratch: &'a Buffer,
 }
 
+/// Attention of new tokens against everything cached: puts their keys and values into the cache after the
+/// `start` tokens each row has there, then lets each new query see the cached keys from its row's first token
+/// (or its window's) to itself.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCached<'a> {
+    /// `seq` counts the new tokens of a row.
+    pub shape: AttentionShape,
+    /// As in [`Attention`], of the new tokens.
+    pub qkv: &'a Buffer,
+    /// `[rows, kv_heads, max_len, head_dim]`, of `qkv`'s dtype.
+    pub keys: &'a Buffer,
+    pub values: &'a Buffer,
+    /// Tokens of each row that are cached already.
+    pub start: usize,
+    pub max_len: usize,
+    /// `[tokens, heads·head_dim]`
+    pub out: &'a Buffer,
+    /// As in [`Attention`], for devices that compute an empty cache's attention by that kernel. What it holds
+    /// afterwards is unspecified.
+    pub lse: &'a Buffer,
+    pub scratch: &'a Buffer,
+}
+
+impl AttentionCached<'_> {
+    /// Fails unless sizes fit together and the new tokens fit into the cache. Returns the dtype.
+    pub fn check(&self) -> Result<Dtype> {
+        const OP: &str = "attention_cached";
+        let AttentionShape { rows, seq, heads, kv_heads, head_dim, window } = self.shape;
+        let uneven = kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads);
+        if uneven || head_dim == 0 || window == Some(0) {
+            return Err(Error::argument(OP, format!("{:?}", self.shape)));
+        }
+        if self.start + seq > self.max_len {
+            let what = format!("{seq} tokens after {} leave a cache of {}", self.start, self.max_len);
+            return Err(Error::argument(OP, what));
+        }
+        let dtype = self.qkv.dtype();
+        if !dtype.is_float() {
+            return Err(Error::Unsupported { op: OP, dtype });
+        }
+        let cached = rows * kv_heads * self.max_len * head_dim;
+        for (name, buffer, len) in [
+            ("qkv", self.qkv, self.shape.tokens() * self.shape.qkv_cols()),
+            ("keys", self.keys, cached),
+            ("values", self.values, cached),
+            ("out", self.out, self.shape.tokens() * self.shape.out_cols()),
+        ] {
+            if buffer.dtype() != dtype {
+                return Err(Error::WrongDtype { op: OP, expected: dtype, found: buffer.dtype() });
+            }
+            buffer.expect_len(OP, name, len)?;
+        }
+        Ok(dtype)
+    }
+}
+
 /// `out = silu(gate) · up` with gate ‖ up side by side in each row of `2·cols`.
 #[derive(Clone, Copy, Debug)]
 pub struct Swiglu<'a> {
@@ -317,6 +373,7 @@ pub trait Kernels {
 
     fn attention(&self, stream: &Stream, args: &Attention<'_>) -> Result<()>;
     fn attention_grad(&self, stream: &Stream, args: &AttentionGrad<'_>) -> Result<()>;
+    fn attention_cached(&self, stream: &Stream, args: &AttentionCached<'_>) -> Result<()>;
 
     fn swiglu(&self, stream: &Stream, args: &Swiglu<'_>) -> Result<()>;
     fn swiglu_grad(&self, stream: &Stream, args: &SwigluGrad<'_>) -> Result<()>;

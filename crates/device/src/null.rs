@@ -1,8 +1,9 @@
 //! A device that counts bytes and computes nothing. The memory plan is made by running a step on it.
 
 use crate::{
-    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad, Gemm, Kernels,
-    Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu, SwigluGrad,
+    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad,
+    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu,
+    SwigluGrad,
 };
 use std::sync::Arc;
 
@@ -89,6 +90,10 @@ impl Kernels for Null {
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
     );
+
+    fn attention_cached(&self, _stream: &Stream, args: &AttentionCached<'_>) -> Result<()> {
+        args.check().map(drop)
+    }
 
     /// Shapes are still checked: a model that does not fit together fails in the plan.
     fn gemm(&self, _stream: &Stream, args: &Gemm<'_>) -> Result<()> {

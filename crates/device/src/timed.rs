@@ -4,8 +4,9 @@
 //! clock where kernels run inline, with timed events on GPUs. Marks cost a few microseconds each.
 
 use crate::{
-    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad, Gemm, Kernels,
-    Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu, SwigluGrad, cuda,
+    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad,
+    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu,
+    SwigluGrad, cuda,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -133,6 +134,7 @@ impl Kernels for Timed {
         rope(Rope<'_>),
         attention(Attention<'_>),
         attention_grad(AttentionGrad<'_>),
+        attention_cached(AttentionCached<'_>),
         swiglu(Swiglu<'_>),
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),

@@ -4,7 +4,7 @@
 //! rank. A gather lands in place, weights are views into it, and gradients are written where the reduce takes
 //! them from. Only names need a map, and that is [`Layout::pieces`].
 
-use crate::{Result, Settings};
+use crate::{Result, Settings, Wrap};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use tensor::{ItemId, Model};
@@ -63,8 +63,12 @@ pub struct Layout {
 
 impl Layout {
     pub fn new(model: &Model, settings: &Settings) -> Result<Self> {
-        let ranges = settings.wrap.units(model)?;
-        let num_shards = settings.num_shards();
+        Self::divided(model, &settings.wrap, settings.num_shards())
+    }
+
+    /// Units by `wrap`, each in `num_shards` parts.
+    pub fn divided(model: &Model, wrap: &Wrap, num_shards: usize) -> Result<Self> {
+        let ranges = wrap.units(model)?;
         let mut owner: Vec<Option<(usize, usize)>> = vec![None; model.items.len()];
         let mut units = Vec::with_capacity(ranges.len());
         for (index, blocks) in ranges.into_iter().enumerate() {

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod decode;
 mod engine;
 mod error;
 mod layout;
@@ -14,7 +15,8 @@ mod settings;
 mod wrap;
 
 pub use batch::{Field, HostBatch};
-pub use engine::{Engine, Groups, Hyper, Report, Source};
+pub use decode::{DecodePlan, Decoder, Decoding};
+pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Source};
 pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
 use tensor::optim::{AdamW, Decay};
-use tensor::{Arena, Kind, Model};
+use tensor::{Arena, Kind, Mode, Model};
 
 /// One allocation on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +40,7 @@ impl Plan {
         if settings.micro_batches > 2 {
             parts[2] = Part::Last;
         }
+        parts.push(Part::Eval);
         let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
         let mut plan = Plan { settings, profile, layout, schedules, placements: vec![], fingerprint: 0 };
         plan.placements = plan.trace(model)?;
@@ -47,7 +48,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Runs a step's schedules on the null device and places what they ask for.
+    /// Runs all schedules on the null device and places what they ask for.
     fn trace(&self, model: &Arc<Model>) -> Result<Vec<Arc<Placement>>> {
         let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
         let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
@@ -56,16 +57,25 @@ impl Plan {
         let plan = Arc::new(self.clone());
         let mut engine = Engine::with_arenas(device, plan, model.clone(), groups, arenas.clone())?;
         let fields = self.settings.fields.iter().map(|field| vec![0; field.num_bytes()]).collect();
-        let batches = vec![HostBatch { fields, num_targets: 1 }; self.schedules.len()];
+        let batches = vec![HostBatch { fields, num_targets: 1 }; self.training_schedules()];
         let adamw = AdamW { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.0, decay: Decay::All };
         engine.step(&batches, &Hyper { adamw, lr: 0.0, clip_norm: 0.0, step: 1 })?;
+        engine.evaluate(&batches[..1])?;
         drop(engine);
         Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
     }
 
+    /// How many of the schedules are for training.
+    pub(crate) fn training_schedules(&self) -> usize {
+        self.schedules.iter().filter(|schedule| schedule.part.mode() == Mode::Train).count()
+    }
+
     /// Which schedule serves a step's micro-batch.
     pub fn schedule_of(&self, micro_batch: usize, micro_batches: usize) -> usize {
-        let part = Part::of(micro_batch, micro_batches);
+        self.schedule_for(Part::of(micro_batch, micro_batches))
+    }
+
+    pub(crate) fn schedule_for(&self, part: Part) -> usize {
         self.schedules.iter().position(|schedule| schedule.part == part).expect("a schedule for every part")
     }
 

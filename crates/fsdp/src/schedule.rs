@@ -6,6 +6,7 @@
 
 use crate::{Layout, Settings, Strategy};
 use std::collections::{BTreeSet, VecDeque};
+use tensor::Mode;
 
 /// One step of a schedule. Numbers are units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +20,8 @@ pub enum Action {
     Free(usize),
     /// Forward and backward of the last unit, loss included.
     Turn(usize),
+    /// Evaluation's half of the turn: forward of the last unit, and its losses summed.
+    Score(usize),
     Backward(usize),
     /// Sums a unit's gradient over ranks into the shards. In flight until it is settled.
     Reduce(usize),
@@ -26,6 +29,8 @@ pub enum Action {
     Settle(usize),
     /// The global gradient norm and the clip scale; also sums the loss over ranks.
     Norm,
+    /// Evaluation's end: losses and targets are summed over ranks.
+    Total,
     Update(usize),
 }
 
@@ -37,21 +42,24 @@ impl Action {
             Action::Forward(_) => "forward",
             Action::Free(_) => "free",
             Action::Turn(_) => "turn",
+            Action::Score(_) => "score",
             Action::Backward(_) => "backward",
             Action::Reduce(_) => "reduce",
             Action::Settle(_) => "settle",
             Action::Norm => "norm",
+            Action::Total => "total",
             Action::Update(_) => "update",
         }
     }
 
     pub const fn unit(self) -> Option<usize> {
         match self {
-            Action::Count | Action::Norm => None,
+            Action::Count | Action::Norm | Action::Total => None,
             Action::Gather(unit)
             | Action::Forward(unit)
             | Action::Free(unit)
             | Action::Turn(unit)
+            | Action::Score(unit)
             | Action::Backward(unit)
             | Action::Reduce(unit)
             | Action::Settle(unit)
@@ -60,7 +68,7 @@ impl Action {
     }
 }
 
-/// Which of a step's micro-batches a schedule is for.
+/// What a schedule is for: one of a step's micro-batches, or evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
     /// The only one.
@@ -68,6 +76,8 @@ pub enum Part {
     First,
     Middle,
     Last,
+    /// A micro-batch that is only evaluated. Each is complete in itself.
+    Eval,
 }
 
 impl Part {
@@ -77,6 +87,13 @@ impl Part {
             (0, false) => Part::First,
             (_, false) => Part::Middle,
             (_, true) => Part::Last,
+        }
+    }
+
+    pub const fn mode(self) -> Mode {
+        match self {
+            Part::Only | Part::First | Part::Middle | Part::Last => Mode::Train,
+            Part::Eval => Mode::Eval,
         }
     }
 
@@ -101,10 +118,13 @@ impl Schedule {
     }
 }
 
-/// The walk through the units: forward, turn, backward.
-fn walk(units: usize) -> Vec<Action> {
+/// The walk through the units: forward, turn, backward; in evaluation forward and score.
+fn walk(units: usize, mode: Mode) -> Vec<Action> {
     let last = units - 1;
     let forward = (0..last).map(Action::Forward);
+    if mode != Mode::Train {
+        return forward.chain([Action::Score(last)]).collect();
+    }
     let backward = (0..last).rev().map(Action::Backward);
     forward.chain([Action::Turn(last)]).chain(backward).collect()
 }
@@ -122,7 +142,7 @@ struct Builder<'a> {
 
 impl<'a> Builder<'a> {
     fn new(layout: &'a Layout, settings: &'a Settings, part: Part) -> Self {
-        let walk = walk(layout.units.len());
+        let walk = walk(layout.units.len(), part.mode());
         let (gathered, reducing) = (BTreeSet::new(), VecDeque::new());
         Builder { layout, settings, part, walk, gathered, reducing, actions: vec![] }
     }
@@ -139,6 +159,9 @@ impl<'a> Builder<'a> {
             self.reduce_after(at);
         }
         self.settle_all_but(0);
+        if self.part == Part::Eval {
+            self.actions.push(Action::Total);
+        }
         if self.part.ends() {
             self.actions.push(Action::Norm);
             self.actions.extend((0..self.layout.units.len()).map(Action::Update));
@@ -183,7 +206,8 @@ impl<'a> Builder<'a> {
     /// Reduces the units whose gradients are complete: no later backward adds to them.
     fn reduce_after(&mut self, at: usize) {
         let skip = self.settings.reduces_once() && !self.part.ends();
-        if self.settings.ranks == 1 || skip || matches!(self.walk[at], Action::Forward(_)) {
+        let adds = matches!(self.walk[at], Action::Turn(_) | Action::Backward(_));
+        if self.settings.ranks == 1 || skip || !adds {
             return;
         }
         let later = self.needs(at + 1, self.walk.len());

@@ -2,8 +2,8 @@
 
 use fsdp::{Accumulate, Action, Field, Keep, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
 use std::collections::BTreeSet;
-use tensor::Model;
 use tensor::models::{Config, build};
+use tensor::{Mode, Model};
 
 fn model(layers: usize, tied: bool) -> Model {
     let text = format!(
@@ -38,9 +38,13 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     let (mut forwards, mut backwards) = (vec![], vec![]);
     let (mut reduced, mut settled, mut updated) = (vec![], vec![], vec![]);
     let mut in_flight = BTreeSet::new();
+    let trains = schedule.part.mode() == Mode::Train;
+    let mut totals = 0;
     for action in &schedule.actions {
         let needs = |unit: &usize| layout.units[*unit].needs.clone();
-        if let Action::Forward(unit) | Action::Turn(unit) | Action::Backward(unit) = action {
+        if let Action::Forward(unit) | Action::Turn(unit) | Action::Score(unit) | Action::Backward(unit) =
+            action
+        {
             assert!(!sharded || needs(unit).is_subset(&gathered), "{action:?} without its weights");
             assert!(needs(unit).iter().all(|need| !reduced.contains(need)), "{action:?} after its reduce");
         }
@@ -49,6 +53,10 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
             Action::Free(unit) => assert!(gathered.remove(unit), "unit {unit} freed, but not gathered"),
             Action::Forward(unit) => forwards.push(*unit),
             Action::Turn(unit) => (forwards.push(*unit), backwards.push(*unit)).0,
+            Action::Score(unit) => {
+                assert!(!trains, "a score in training");
+                forwards.push(*unit);
+            }
             Action::Backward(unit) => backwards.push(*unit),
             Action::Reduce(unit) => {
                 reduced.push(*unit);
@@ -59,6 +67,10 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
                 assert!(in_flight.remove(unit), "unit {unit} settled, but not in flight");
                 settled.push(*unit);
             }
+            Action::Total => {
+                assert!(!trains && forwards.len() == units, "the total comes after all forwards");
+                totals += 1;
+            }
             Action::Norm => assert!(in_flight.is_empty(), "the norm before all gradients are there"),
             Action::Update(unit) => updated.push(*unit),
             Action::Count => assert!(forwards.is_empty(), "targets are counted before the forward"),
@@ -68,8 +80,10 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     let all: Vec<usize> = (0..units).collect();
     assert!(gathered.is_empty(), "left gathered: {gathered:?}");
     assert_eq!(forwards, all);
-    assert_eq!(backwards, all.iter().rev().copied().collect::<Vec<_>>());
-    let reduces = settings.ranks > 1 && (!settings.reduces_once() || schedule.part.ends());
+    let reversed: Vec<usize> = all.iter().rev().copied().collect();
+    assert_eq!(backwards, if trains { reversed } else { vec![] });
+    assert_eq!(totals, usize::from(!trains));
+    let reduces = trains && settings.ranks > 1 && (!settings.reduces_once() || schedule.part.ends());
     let sorted = |mut list: Vec<usize>| {
         list.sort();
         list
@@ -99,7 +113,7 @@ fn every_schedule_keeps_the_rules() {
                         let layout = Layout::new(&model, &settings).unwrap();
                         for accumulate in [Accumulate::Sharded, Accumulate::Unsharded] {
                             settings.accumulate = accumulate;
-                            for part in [Part::Only, Part::First, Part::Middle, Part::Last] {
+                            for part in [Part::Only, Part::First, Part::Middle, Part::Last, Part::Eval] {
                                 check(&layout, &settings, &Schedule::new(&layout, &settings, part));
                                 count += 1;
                             }
@@ -109,7 +123,7 @@ fn every_schedule_keeps_the_rules() {
             }
         }
     }
-    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 2 * 4);
+    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 2 * 5);
 }
 
 #[test]
@@ -145,6 +159,9 @@ fn a_small_schedule_reads_as_it_should() {
         Update(2),
     ];
     assert_eq!(Schedule::new(&layout, &settings, Part::Only).actions, expected);
+    let expected =
+        [Gather(0), Gather(1), Forward(0), Gather(2), Forward(1), Free(1), Score(2), Free(0), Free(2), Total];
+    assert_eq!(Schedule::new(&layout, &settings, Part::Eval).actions, expected);
 }
 
 #[test]

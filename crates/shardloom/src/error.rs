@@ -16,6 +16,9 @@ pub enum Error {
     )]
     NotFinite { step: u64, loss: f64 },
 
+    #[error("{}: the logits of token {position} are not numbers; the weights are broken", model.display())]
+    NotNumbers { model: PathBuf, position: u64 },
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 

@@ -6,6 +6,7 @@ pub use {checkpoint, comm, device, fsdp, tensor};
 pub mod bench;
 pub mod data;
 mod error;
+pub mod generate;
 pub mod metrics;
 mod ranks;
 pub mod run;
@@ -15,6 +16,7 @@ pub mod source;
 mod train;
 
 pub use error::{Error, Result};
+pub use generate::{Generate, generate};
 pub use run::Run;
 pub use show::plan;
 pub use train::{make_plan, train};

@@ -4,8 +4,9 @@
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, StepBench};
+use shardloom::generate::Sampling;
 use shardloom::run::DeviceChoice;
-use shardloom::{Result, Run};
+use shardloom::{Generate, Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,6 +23,8 @@ enum Command {
     Train(RunArgs),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(RunArgs),
+    /// Continues a prompt with a trained model
+    Generate(GenerateArgs),
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
@@ -99,6 +102,36 @@ struct RunArgs {
     set: Vec<String>,
 }
 
+#[derive(Args)]
+struct GenerateArgs {
+    /// A Hugging Face folder, as training writes to OUTPUT/model
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// What to continue
+    #[arg(long)]
+    prompt: String,
+    /// New tokens at most
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    max_tokens: usize,
+    /// How much chance: 0 always takes the likeliest token
+    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    temperature: f64,
+    /// Chooses among this many of the likeliest tokens only (0: all)
+    #[arg(long, default_value_t = 0, value_name = "K")]
+    top_k: usize,
+    /// Chooses among the likeliest tokens that together have this probability only
+    #[arg(long, default_value_t = 1.0, value_name = "P")]
+    top_p: f64,
+    /// The same seed gives the same text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    #[arg(long, default_value = "auto", value_parser = device_choice)]
+    device: DeviceChoice,
+    /// Dtype of weights and activations [default: f32 on the CPU, bf16 on a GPU]
+    #[arg(long, value_parser = dtype)]
+    dtype: Option<Dtype>,
+}
+
 fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -116,6 +149,7 @@ fn run(cli: Cli) -> Result<()> {
             print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
             Ok(())
         }
+        Command::Generate(args) => generate(&args.resolve()),
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }
@@ -146,6 +180,34 @@ fn run(cli: Cli) -> Result<()> {
                 set,
                 kernels,
             })
+        }
+    }
+}
+
+/// Text goes to standard output, how fast it came to standard error.
+fn generate(args: &Generate) -> Result<()> {
+    let done = shardloom::generate(args, &mut std::io::stdout().lock())?;
+    let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
+    eprintln!(
+        "prompt: {} tokens at {:.0} tokens/s; new: {} tokens at {:.1} tokens/s",
+        done.prompt_tokens,
+        rate(done.prompt_tokens, done.prompt_s),
+        done.new_tokens,
+        rate(done.new_tokens, done.new_s)
+    );
+    Ok(())
+}
+
+impl GenerateArgs {
+    fn resolve(self) -> Generate {
+        let GenerateArgs { temperature, top_k, top_p, seed, .. } = self;
+        Generate {
+            model: self.model,
+            prompt: self.prompt,
+            max_tokens: self.max_tokens,
+            sampling: Sampling { temperature, top_k, top_p, seed },
+            device: self.device,
+            dtype: self.dtype,
         }
     }
 }

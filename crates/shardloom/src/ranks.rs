@@ -74,7 +74,7 @@ pub fn start(
     launched: Option<Launched>,
     body: impl Fn(Seat) -> Result<()> + Sync,
 ) -> Result<()> {
-    match (on_gpu(run)?, launched) {
+    match (on_gpu(run.device, "device.kind = \"cuda\"")?, launched) {
         (true, Some(launched)) if launched.world > 1 => joined(run, &launched, body),
         (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
@@ -86,12 +86,21 @@ pub fn start(
     }
 }
 
-fn on_gpu(run: &Run) -> Result<bool> {
-    match run.device {
+/// The one device of a command that has no ranks.
+pub fn open_device(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
+    match on_gpu(choice, "--device cuda")? {
+        true => Ok(Arc::new(Cuda::open(0, Sums::Fastest)?)),
+        false => Ok(Arc::new(Cpu::new())),
+    }
+}
+
+/// `asked` is how the user asked for a GPU.
+fn on_gpu(choice: DeviceChoice, asked: &str) -> Result<bool> {
+    match choice {
         DeviceChoice::Cpu => Ok(false),
         DeviceChoice::Auto => Ok(cuda::present().is_ok()),
         DeviceChoice::Cuda => {
-            let missing = |why| Error::Config(format!("device.kind = \"cuda\": {why}"));
+            let missing = |why| Error::Config(format!("{asked}: {why}"));
             cuda::present().map_err(missing).map(|()| true)
         }
     }

@@ -76,6 +76,20 @@ pub struct Placement {
     pub bytes: usize,
 }
 
+impl Placement {
+    /// The same places for a smaller step: one that asks for the same tensors at the same times, none of them
+    /// larger. None where it is not such a step.
+    pub fn shrunk(&self, trace: Trace) -> Option<Placement> {
+        let alike = |(small, large): (&Life, &Life)| {
+            small.bytes <= large.bytes
+                && (small.kind, small.start, small.end) == (large.kind, large.start, large.end)
+        };
+        let same = trace.lives.len() == self.trace.lives.len()
+            && trace.lives.iter().zip(&self.trace.lives).all(alike);
+        same.then(|| Placement { trace, offsets: self.offsets.clone(), bytes: self.bytes })
+    }
+}
+
 impl Trace {
     /// The most bytes alive at once: no placement can do with less.
     pub fn floor_bytes(&self) -> usize {

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod arena;
+mod cache;
 mod error;
 pub mod models;
 pub mod ops;
@@ -14,6 +15,7 @@ mod tensor;
 mod weights;
 
 pub use arena::{Arena, Kind, Trace};
+pub use cache::{Cache, Slot};
 pub use error::{Error, Result};
 pub use tape::{Batch, Block, Context, Keep, Mode, Op, Outcome, Pass, Saved, Tape, Var};
 pub use tensor::{Shape, Tensor};

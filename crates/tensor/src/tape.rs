@@ -8,7 +8,7 @@
 //! unit's gathered weights can be freed after its forward and gathered again before its backward.
 
 use crate::arena::Hold;
-use crate::{Arena, Error, ItemId, Kind, Result, Shape, Tensor, Weights};
+use crate::{Arena, Cache, Error, ItemId, Kind, Result, Shape, Tensor, Weights};
 use device::{Device, Dtype, Stream};
 use std::fmt;
 use std::sync::Weak;
@@ -20,6 +20,9 @@ pub enum Mode {
     Train,
     /// Saves nothing; the loss is computed and that is all.
     Eval,
+    /// Saves nothing; attention sees and extends the context's cache, and the last block gives logits of each
+    /// row's last token.
+    Decode,
 }
 
 /// What a forward keeps for its backward.
@@ -74,6 +77,8 @@ pub struct Context<'a> {
     pub compute: Dtype,
     /// Tokens the loss turns at once: logits exist for that many only.
     pub loss_chunk: usize,
+    /// What decoding remembers; given exactly in [`Mode::Decode`].
+    pub cache: Option<&'a Cache>,
 }
 
 impl Context<'_> {
@@ -336,7 +341,7 @@ impl Pass<'_> {
 
 /// A piece of a model: the smallest thing a unit can be made of. It owns named weights and has one forward
 /// over a small carry of activations. The first block's carry is empty; the last one's result is one f32 loss
-/// per token.
+/// per token, or f32 logits `[rows, vocab]` of each row's last token when decoding.
 pub trait Block: fmt::Debug + Send + Sync {
     /// The kind wrap policies go by, a Hugging Face class name where there is one.
     fn kind(&self) -> &str;

@@ -9,8 +9,8 @@ use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Resu
 use std::ops::Range;
 
 /// Queries and keys of a tile.
-const QUERIES: usize = 64;
-const KEYS: usize = 128;
+pub(super) const QUERIES: usize = 64;
+pub(super) const KEYS: usize = 128;
 
 pub fn attention(stream: &Stream, args: &Attention<'_>) -> Result<()> {
     const OP: &str = "attention";
@@ -183,7 +183,7 @@ fn forward(
 simd! {
     /// Turns a query's scores into exponentials under the maximum so far, zero where it does not see. Returns
     /// the factor on what was summed under the maximum before.
-    fn softmax_step(scores: &mut [f32], seen: Range<usize>, scale: f32, max: &mut f32, total: &mut f32) -> f32 {
+    pub fn softmax_step(scores: &mut [f32], seen: Range<usize>, scale: f32, max: &mut f32, total: &mut f32) -> f32 {
         let (before, rest) = scores.split_at_mut(seen.start);
         let (seen, after) = rest.split_at_mut(seen.end - seen.start);
         before.fill(0.0);
@@ -206,7 +206,7 @@ simd! {
 }
 
 simd! {
-    fn multiply(values: &mut [f32], factor: f32) {
+    pub fn multiply(values: &mut [f32], factor: f32) {
         for value in values {
             *value *= factor;
         }

@@ -4,6 +4,7 @@
 //! there, and round where the interface says; a converted row also makes it safe to write over an input.
 
 mod attention;
+mod attention_cached;
 mod check;
 mod elementwise;
 mod embedding;
@@ -21,8 +22,9 @@ mod swiglu;
 pub use stream::{Event, Stream};
 
 use crate::{
-    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding, EmbeddingGrad, Error,
-    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Swiglu, SwigluGrad,
+    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding,
+    EmbeddingGrad, Error, Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
+    Rope, Swiglu, SwigluGrad,
 };
 use memory::{Counters, Region};
 use std::sync::Arc;
@@ -107,6 +109,7 @@ impl Kernels for Cpu {
         rope::rope(Rope<'_>),
         attention::attention(Attention<'_>),
         attention::attention_grad(AttentionGrad<'_>),
+        attention_cached::attention_cached(AttentionCached<'_>),
         swiglu::swiglu(Swiglu<'_>),
         swiglu::swiglu_grad(SwigluGrad<'_>),
         loss::cross_entropy(CrossEntropy<'_>),

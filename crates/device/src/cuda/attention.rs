@@ -2,9 +2,9 @@
 
 use super::device::{Cuda, aligned, expect, float};
 use super::module::{Arg, Launch, args};
-use super::nvrtc::{ATTENTION_BF16, ATTENTION_F16, ATTENTION_F32, Program};
+use super::nvrtc::{ATTENTION_BF16, ATTENTION_F16, ATTENTION_F32, CACHE, Program};
 use super::stream::Stream;
-use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result};
+use crate::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result};
 
 /// Threads of a block in `attention.cu`.
 const BLOCK: usize = 256;
@@ -37,6 +37,36 @@ impl Cuda {
         }
         let fused = self.cudnn().map_or(Ok(false), |cudnn| cudnn.backward(stream.handle(), a))?;
         if fused { Ok(()) } else { self.attention_grad_plain(stream, a, dtype) }
+    }
+
+    /// New keys and values into the cache; then what a first pass needs is in `qkv` itself, and later ones read
+    /// the cache.
+    pub(super) fn attention_cached(&self, stream: &Stream, a: &AttentionCached<'_>) -> Result<()> {
+        let op = "attention_cached";
+        let (dtype, s) = (a.check()?, &a.shape);
+        if s.head_dim > BLOCK {
+            return Err(Error::argument(op, format!("heads of {}; {BLOCK} is the most", s.head_dim)));
+        }
+        if s.tokens() == 0 {
+            return Ok(());
+        }
+        let new = s.tokens() * s.kv_heads * s.head_dim;
+        let blocks = new.div_ceil(BLOCK).min(self.context.multiprocessors as usize * 32);
+        let sizes = *args![s.seq, s.heads, s.kv_heads, s.head_dim, a.start, a.max_len];
+        let mut values = args![a.qkv, a.keys, a.values, s.tokens()].to_vec();
+        values.extend(sizes);
+        let name = format!("cache_append_{dtype}");
+        self.launch(stream, &CACHE, &name, Launch::new(blocks, BLOCK), &values)?;
+        if a.start == 0 {
+            let AttentionCached { shape, qkv, out, lse, scratch, .. } = *a;
+            let whole = Attention { shape, qkv, document_start: None, out, lse, scratch };
+            return self.attention(stream, &whole);
+        }
+        let mut values = args![a.qkv, a.keys, a.values, a.out].to_vec();
+        values.extend(sizes);
+        values.extend(args![s.window.unwrap_or(0), s.scale()]);
+        let name = format!("attention_cached_{dtype}");
+        self.launch(stream, &CACHE, &name, Launch::new(s.tokens() * s.heads, BLOCK), &values)
     }
 
     /// Tiles in shared memory, f32 inside; needs no scratch. Arguments have been checked.

@@ -9,8 +9,9 @@ use super::nvrtc::Program;
 use super::staging::Staging;
 use super::stream::Stream;
 use crate::{
-    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding, EmbeddingGrad, Error,
-    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Swiglu, SwigluGrad,
+    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding,
+    EmbeddingGrad, Error, Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
+    Rope, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -220,6 +221,7 @@ impl Kernels for Cuda {
         rope(Rope<'_>),
         attention(Attention<'_>),
         attention_grad(AttentionGrad<'_>),
+        attention_cached(AttentionCached<'_>),
         swiglu(Swiglu<'_>),
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),

@@ -37,6 +37,7 @@ programs! {
     ATTENTION_F32 = "attention_f32", "attention.cu", &["--define-macro=ATTENTION_F32"];
     ATTENTION_BF16 = "attention_bf16", "attention.cu", &["--define-macro=ATTENTION_BF16"];
     ATTENTION_F16 = "attention_f16", "attention.cu", &["--define-macro=ATTENTION_F16"];
+    CACHE = "cache", "cache.cu", &[];
     ELEMENTWISE = "elementwise", "elementwise.cu", AS_WRITTEN;
     EMBEDDING = "embedding", "embedding.cu", AS_WRITTEN;
     LOSS = "loss", "loss.cu", AS_WRITTEN;

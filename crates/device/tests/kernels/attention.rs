@@ -1,6 +1,6 @@
 use super::harness::{Bed, FLOATS, Random, Tolerance, beds, check_gradient, dot, twice};
 use super::reference;
-use device::{Attention, AttentionGrad, AttentionShape, Dtype};
+use device::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype};
 
 fn shape(
     rows: usize,
@@ -87,6 +87,97 @@ fn case(bed: &Bed, dtype: Dtype, shape: AttentionShape, several: bool) {
     // Probabilities, the scores' gradient and the result. The first tokens of a row average over few keys, so
     // their terms are larger than the others'.
     Tolerance::new(dtype, 3).with_terms_of(3.0).check(&format!("{case}: dqkv"), &dqkv, &want);
+}
+
+/// Whole sequences, and how they are cut into passes.
+fn cached_cases() -> Vec<(AttentionShape, Vec<usize>)> {
+    vec![
+        (shape(2, 1, (4, 2), 16, None), vec![1]),
+        (shape(2, 5, (3, 1), 20, None), vec![1, 1, 1, 1, 1]),
+        (shape(1, 48, (2, 2), 64, None), vec![40, 1, 1, 6]),
+        (shape(2, 150, (4, 2), 16, None), vec![3, 130, 1, 16]),
+        (shape(1, 140, (3, 1), 20, None), vec![70, 70]),
+        (shape(1, 139, (2, 2), 128, Some(17)), vec![100, 30, 1, 1, 7]),
+        (shape(2, 48, (4, 2), 16, Some(1)), vec![47, 1]),
+        (shape(1, 200, (8, 1), 80, Some(130)), vec![1, 140, 1, 58]),
+        (shape(1, 20, (80, 1), 8, None), vec![18, 1, 1]),
+        (shape(1, 400, (2, 1), 16, None), vec![399, 1]),
+    ]
+}
+
+/// The tokens `start..start + seq` of every row.
+fn part(values: &[f64], whole: &AttentionShape, cols: usize, start: usize, seq: usize) -> Vec<f64> {
+    let row = |row: usize| &values[(row * whole.seq + start) * cols..][..seq * cols];
+    (0..whole.rows).flat_map(row).copied().collect()
+}
+
+/// One pass over a cache.
+fn cached_pass(bed: &Bed, shape: AttentionShape, qkv: &Buffer, cache: [&Buffer; 2], start: usize) -> Buffer {
+    let dtype = qkv.dtype();
+    let out = bed.poisoned(dtype, shape.tokens() * shape.out_cols());
+    let lse = bed.poisoned(Dtype::F32, shape.tokens() * shape.heads);
+    let scratch = bed.bytes(bed.device.profile().attention_scratch(&shape, dtype));
+    let [keys, values] = cache;
+    let max_len = keys.len() / (shape.rows * shape.kv_heads * shape.head_dim);
+    let args =
+        AttentionCached { shape, qkv, keys, values, start, max_len, out: &out, lse: &lse, scratch: &scratch };
+    bed.device.attention_cached(&bed.stream, &args).unwrap();
+    out
+}
+
+#[test]
+fn cached_attention_is_that_of_the_whole_sequence() {
+    for bed in &beds() {
+        for dtype in FLOATS {
+            for (whole, passes) in cached_cases() {
+                let case = format!("{}: {whole:?} {dtype}, passes {passes:?}", bed.device.name());
+                let mut random = Random::new((whole.seq * whole.head_dim) as u64);
+                let qkv = bed.random(&mut random, dtype, whole.tokens() * whole.qkv_cols(), 2.0);
+                // Room for more than there is: what lies behind the last token must not be read.
+                let len = whole.rows * whole.kv_heads * (whole.seq + 3) * whole.head_dim;
+                let (want, _) = reference::attention(&whole, &qkv.values, &vec![0; whole.tokens()]);
+                twice(&case, || {
+                    let cache = [bed.poisoned(dtype, len), bed.poisoned(dtype, len)];
+                    let (mut start, mut all) = (0, vec![]);
+                    for &seq in &passes {
+                        let shape = AttentionShape { seq, ..whole };
+                        let new = bed.input(dtype, &part(&qkv.values, &whole, whole.qkv_cols(), start, seq));
+                        let out = cached_pass(bed, shape, &new.buffer, cache.each_ref(), start);
+                        let want = part(&want, &whole, whole.out_cols(), start, seq);
+                        let got = bed.read(&out);
+                        Tolerance::new(dtype, 2).check(&format!("{case}: from {start}"), &got, &want);
+                        start += seq;
+                        all.extend(got);
+                    }
+                    assert_eq!(start, whole.seq);
+                    [all]
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_that_is_full_takes_no_more() {
+    for bed in &beds() {
+        let shape = shape(1, 3, (2, 1), 8, None);
+        let qkv = bed.poisoned(Dtype::F32, shape.tokens() * shape.qkv_cols());
+        let (out, lse) = (bed.poisoned(Dtype::F32, 3 * 16), bed.poisoned(Dtype::F32, 6));
+        let (cache, scratch) = (bed.poisoned(Dtype::F32, 10 * 8), bed.bytes(0));
+        let args = AttentionCached {
+            shape,
+            qkv: &qkv,
+            keys: &cache,
+            values: &cache,
+            start: 8,
+            max_len: 10,
+            out: &out,
+            lse: &lse,
+            scratch: &scratch,
+        };
+        let error = bed.device.attention_cached(&bed.stream, &args).unwrap_err().to_string();
+        assert!(error.contains("3 tokens after 8"), "{error}");
+    }
 }
 
 #[test]

@@ -45,7 +45,12 @@ impl Engine {
     }
 }
 
-fn write_rounded(device: &dyn Device, stream: &Stream, values: &[f32], dst: &Buffer) -> Result<()> {
+pub(crate) fn write_rounded(
+    device: &dyn Device,
+    stream: &Stream,
+    values: &[f32],
+    dst: &Buffer,
+) -> Result<()> {
     match dst.dtype() {
         Dtype::Bf16 => {
             let rounded: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();

@@ -1,10 +1,12 @@
 //! The engine: walks the schedule on one rank.
 
+mod eval;
 mod fill;
 mod step;
 mod view;
 
 pub use fill::Source;
+pub(crate) use fill::write_rounded;
 
 use crate::plan::{Held, align};
 use crate::{Error, Plan, Result};
@@ -54,6 +56,14 @@ pub struct Report {
     pub loss: f64,
     /// Before clipping.
     pub grad_norm: f64,
+    pub num_targets: usize,
+}
+
+/// What an evaluation came to, over all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Mean over all targets; NaN where there are none.
+    pub loss: f64,
     pub num_targets: usize,
 }
 
@@ -112,6 +122,8 @@ struct Scalars {
     /// Norm and clip scale, side by side.
     norm_clip: Buffer,
     clip: Buffer,
+    /// Number of targets and summed loss of an evaluation, side by side. A step's own numbers stay.
+    evaluated: Buffer,
     all: Buffer,
 }
 
@@ -309,7 +321,7 @@ fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
     Ok(shards)
 }
 
-fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {
+pub(crate) fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {
     let region = device.alloc(Plan::constant_bytes(model), "constants")?;
     let mut offset = 0;
     let mut constants = Vec::with_capacity(model.constants.len());
@@ -344,6 +356,7 @@ fn take_batch(device: &dyn Device, plan: &Plan) -> Result<(Batch, Scalars)> {
         loss_sum: all.slice(3, 1)?,
         norm_clip: all.slice(4, 2)?,
         clip: all.slice(5, 1)?,
+        evaluated: all.slice(6, 2)?,
         all,
     };
     Ok((batch, scalars))

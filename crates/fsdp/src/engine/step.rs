@@ -14,7 +14,7 @@ impl Engine {
     /// where [`Engine::report`] is called.
     pub fn step(&mut self, batches: &[HostBatch], hyper: &Hyper) -> Result<()> {
         let expected = self.fixed.plan.settings.micro_batches;
-        let planned = self.fixed.plan.schedules.len();
+        let planned = self.fixed.plan.training_schedules();
         if batches.len() != expected && batches.len() != planned {
             let what = format!("{} micro-batches where the plan has {expected}", batches.len());
             return Err(Error::Settings(what));
@@ -23,7 +23,7 @@ impl Engine {
         for (index, batch) in batches.iter().enumerate() {
             let schedule = self.fixed.plan.schedule_of(index, batches.len());
             self.fixed.load(batch)?;
-            self.walk_schedule(schedule, num_targets, hyper)?;
+            self.walk_schedule(schedule, num_targets, Some(hyper))?;
         }
         self.issued.push_back(self.fixed.compute.record()?);
         if self.issued.len() > MAX_AHEAD
@@ -34,44 +34,63 @@ impl Engine {
         Ok(())
     }
 
-    fn walk_schedule(&mut self, index: usize, num_targets: usize, hyper: &Hyper) -> Result<()> {
+    /// `hyper` is what the schedules that end a step need.
+    pub(super) fn walk_schedule(
+        &mut self,
+        index: usize,
+        num_targets: usize,
+        hyper: Option<&Hyper>,
+    ) -> Result<()> {
         let plan = self.fixed.plan.clone();
         let arena = self.fixed.arenas[index].clone();
         arena.restart();
-        for action in &plan.schedules[index].actions {
-            self.act(*action, &arena, num_targets, hyper).map_err(|source| Error::Action {
-                rank: self.fixed.rank(),
-                action: action.name(),
-                unit: action.unit().map_or("-", |unit| self.fixed.unit_name(unit)).to_string(),
-                source: Box::new(source),
+        let schedule = &plan.schedules[index];
+        for action in &schedule.actions {
+            self.act(*action, schedule.part.mode(), &arena, num_targets, hyper).map_err(|source| {
+                Error::Action {
+                    rank: self.fixed.rank(),
+                    action: action.name(),
+                    unit: action.unit().map_or("-", |unit| self.fixed.unit_name(unit)).to_string(),
+                    source: Box::new(source),
+                }
             })?;
         }
         Ok(())
     }
 
-    fn act(&mut self, action: Action, arena: &Arena, num_targets: usize, hyper: &Hyper) -> Result<()> {
+    fn act(
+        &mut self,
+        action: Action,
+        mode: Mode,
+        arena: &Arena,
+        num_targets: usize,
+        hyper: Option<&Hyper>,
+    ) -> Result<()> {
         let (fixed, walk) = (&self.fixed, &mut self.walk);
+        let hyper = || hyper.expect("a step that updates has hyperparameters");
         match action {
             Action::Count => fixed.count(num_targets),
             Action::Gather(unit) => walk.gather(fixed, arena, unit),
-            Action::Forward(unit) => walk.forward(fixed, arena, unit),
+            Action::Forward(unit) => walk.forward(fixed, arena, unit, mode),
             Action::Free(unit) => {
                 walk.gathered[unit] = None;
                 Ok(())
             }
             Action::Turn(unit) => walk.turn(fixed, arena, unit),
+            Action::Score(unit) => walk.score(fixed, arena, unit),
             Action::Backward(unit) => walk.backward(fixed, arena, unit),
             Action::Reduce(unit) => walk.reduce(fixed, arena, unit),
             Action::Settle(unit) => walk.settle(fixed, unit),
-            Action::Norm => walk.norm(fixed, arena, hyper),
-            Action::Update(unit) => walk.update(fixed, unit, hyper),
+            Action::Norm => walk.norm(fixed, arena, hyper()),
+            Action::Total => fixed.total(num_targets),
+            Action::Update(unit) => walk.update(fixed, unit, hyper()),
         }
     }
 }
 
 impl Fixed {
     /// Writes a micro-batch into its fields.
-    fn load(&self, batch: &HostBatch) -> Result<()> {
+    pub(super) fn load(&self, batch: &HostBatch) -> Result<()> {
         let fields = &self.plan.settings.fields;
         if batch.fields.len() != fields.len() {
             let what = format!("{} fields where the plan has {}", batch.fields.len(), fields.len());
@@ -96,7 +115,7 @@ impl Fixed {
     }
 
     /// Sums a few numbers over all ranks, in place.
-    fn sum_over_ranks(&self, numbers: &device::Buffer, what: &str) -> Result<()> {
+    pub(super) fn sum_over_ranks(&self, numbers: &device::Buffer, what: &str) -> Result<()> {
         if self.plan.settings.ranks == 1 {
             return Ok(());
         }
@@ -105,7 +124,7 @@ impl Fixed {
         Ok(self.compute.wait(&self.reduce.record()?)?)
     }
 
-    fn context<'a>(&'a self, arena: &'a Arena, weights: &'a View<'a>) -> Context<'a> {
+    fn context<'a>(&'a self, arena: &'a Arena, weights: &'a View<'a>, mode: Mode) -> Context<'a> {
         Context {
             device: &*self.device,
             stream: &self.compute,
@@ -114,9 +133,10 @@ impl Fixed {
             constants: &self.constants,
             batch: &self.batch,
             seed: &self.scalars.seed,
-            mode: Mode::Train,
+            mode,
             compute: self.plan.settings.precision.compute,
             loss_chunk: self.plan.settings.loss_chunk,
+            cache: None,
         }
     }
 }
@@ -143,14 +163,14 @@ impl Walk {
         Ok(())
     }
 
-    fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
+    pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
         let keep = fixed.plan.settings.keep;
-        if keep == Keep::Nothing {
+        if mode == Mode::Train && keep == Keep::Nothing {
             self.kept[unit] = Some(carry.clone());
         }
-        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, keep, carry)?;
+        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, keep), carry)?;
         Ok(())
     }
 
@@ -159,14 +179,15 @@ impl Walk {
         fixed: &Fixed,
         arena: &Arena,
         unit: usize,
-        keep: Keep,
+        (mode, keep): (Mode, Keep),
         carry: Vec<Tensor>,
     ) -> Result<(Option<Tape>, Vec<Tensor>)> {
         let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
-        let carry = tape.forward(fixed.context(arena, &view), blocks.iter().map(|block| &**block), carry)?;
-        Ok((Some(tape), carry))
+        let context = fixed.context(arena, &view, mode);
+        let carry = tape.forward(context, blocks.iter().map(|block| &**block), carry)?;
+        Ok(((mode == Mode::Train).then_some(tape), carry))
     }
 
     /// Forward of the last unit, its losses summed, and straight back.
@@ -175,12 +196,8 @@ impl Walk {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
         let losses;
-        (self.tapes[unit], losses) = self.run(fixed, arena, unit, Keep::All, carry)?;
-        for loss in &losses {
-            let scratch = sum_scratch(fixed, arena)?;
-            let (x, out) = (loss.buffer(), &fixed.scalars.loss_sum);
-            fixed.device.sum(&fixed.compute, x, out, scratch.buffer(), true)?;
-        }
+        (self.tapes[unit], losses) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+        add_up(fixed, arena, &losses, &fixed.scalars.loss_sum)?;
         self.carry_grads = losses.iter().map(|_| None).collect();
         drop(losses);
         self.walk_back(fixed, arena, unit)
@@ -190,7 +207,7 @@ impl Walk {
         self.take_slots(fixed, arena, unit)?;
         self.arrive(fixed, unit)?;
         if let Some(carry) = self.kept[unit].take() {
-            let (tape, _) = self.run(fixed, arena, unit, Keep::All, carry)?;
+            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
             self.tapes[unit] = tape;
         }
         self.walk_back(fixed, arena, unit)
@@ -200,7 +217,7 @@ impl Walk {
         let tape = self.tapes[unit].take().expect("a unit's forward comes before its backward");
         let grads = std::mem::take(&mut self.carry_grads);
         let view = View::new(fixed, self);
-        self.carry_grads = tape.backward(fixed.context(arena, &view), grads)?;
+        self.carry_grads = tape.backward(fixed.context(arena, &view, Mode::Train), grads)?;
         Ok(())
     }
 
@@ -360,6 +377,15 @@ fn fill_unwritten(fixed: &Fixed, unit: usize, grad: &UnitGrad) -> Result<()> {
         if !written.replace(true) {
             fixed.device.fill(&fixed.compute, &slot.buffer().slice(place.offset, place.len)?, 0.0)?;
         }
+    }
+    Ok(())
+}
+
+/// Adds all losses to one number.
+pub(super) fn add_up(fixed: &Fixed, arena: &Arena, losses: &[Tensor], out: &device::Buffer) -> Result<()> {
+    for loss in losses {
+        let scratch = sum_scratch(fixed, arena)?;
+        fixed.device.sum(&fixed.compute, loss.buffer(), out, scratch.buffer(), true)?;
     }
     Ok(())
 }

@@ -1,8 +1,9 @@
 use super::{exactly, field, sole};
-use crate::{Context, Error, Op, Outcome, Pass, Result, Tensor, Var};
+use crate::{Context, Error, Mode, Op, Outcome, Pass, Result, Tensor, Var};
 use device::{AttentionShape, Dtype};
 
-/// Causal attention over packed q ‖ k ‖ v: `[tokens, heads · head_dim]`.
+/// Causal attention over packed q ‖ k ‖ v: `[tokens, heads · head_dim]`. When decoding, the tokens come after
+/// those in the cache and see them.
 pub fn attention(pass: &mut Pass<'_>, qkv: Var, shape: AttentionShape) -> Result<Var> {
     pass.apply1(Attention { shape }, vec![qkv])
 }
@@ -27,6 +28,10 @@ impl Op for Attention {
         let out = cx.tensor([shape.tokens(), shape.out_cols()])?;
         let lse = cx.f32([shape.rows, shape.heads, shape.seq])?;
         let scratch = cx.scratch(Dtype::U8, cx.device.profile().attention_scratch(&shape, cx.compute))?;
+        if cx.mode == Mode::Decode {
+            self.decode(cx, &qkv, &out, &lse, &scratch)?;
+            return Ok(Outcome { outputs: vec![out], saved: vec![] });
+        }
         let args = device::Attention {
             shape,
             qkv: qkv.buffer(),
@@ -62,5 +67,32 @@ impl Op for Attention {
         };
         cx.device.attention_grad(cx.stream, &args)?;
         Ok(vec![Some(dqkv)])
+    }
+}
+
+impl Attention {
+    fn decode(
+        &self,
+        cx: &Context<'_>,
+        qkv: &Tensor,
+        out: &Tensor,
+        lse: &Tensor,
+        scratch: &Tensor,
+    ) -> Result<()> {
+        let missing = || Error::Argument { op: self.name(), what: "decoding without a cache".into() };
+        let cache = cx.cache.ok_or_else(missing)?;
+        let slot = cache.slot(cx.device, &self.shape)?;
+        let args = device::AttentionCached {
+            shape: self.shape,
+            qkv: qkv.buffer(),
+            keys: &slot.keys,
+            values: &slot.values,
+            start: cache.len(),
+            max_len: cache.max_len(),
+            out: out.buffer(),
+            lse: lse.buffer(),
+            scratch: scratch.buffer(),
+        };
+        Ok(cx.device.attention_cached(cx.stream, &args)?)
     }
 }

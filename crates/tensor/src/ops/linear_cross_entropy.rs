@@ -13,7 +13,8 @@ use device::{CrossEntropy, Gemm, Matrix};
 /// aligned for vector accesses.
 const LOGIT_ALIGN: usize = 64;
 
-/// Cross-entropy of `x · Wᵀ` against the batch's labels: one f32 loss per token.
+/// Cross-entropy of `x · Wᵀ` against the batch's labels: one f32 loss per token. When decoding there are no
+/// labels: the result is the logits of each row's last token, f32 `[rows, vocab]`.
 pub fn linear_cross_entropy(pass: &mut Pass<'_>, x: Var, item: ItemId, vocab: usize) -> Result<Var> {
     pass.apply1(LinearCrossEntropy { item, vocab }, vec![x])
 }
@@ -31,6 +32,9 @@ impl Op for LinearCrossEntropy {
 
     fn forward(&self, cx: &Context<'_>, inputs: Vec<Tensor>) -> Result<Outcome> {
         let [x] = exactly(self.name(), inputs)?;
+        if cx.mode == Mode::Decode {
+            return Ok(Outcome { outputs: vec![self.last_logits(cx, &x)?], saved: vec![] });
+        }
         let (tokens, cols) = x.rows_cols(self.name())?;
         let losses = cx.f32([tokens])?;
         let training = cx.mode == Mode::Train;
@@ -60,6 +64,23 @@ impl Op for LinearCrossEntropy {
 }
 
 impl LinearCrossEntropy {
+    fn last_logits(&self, cx: &Context<'_>, x: &Tensor) -> Result<Tensor> {
+        let (tokens, cols) = x.rows_cols(self.name())?;
+        let rows = cx.batch.get(field::IDS)?.shape().dims()[0];
+        let seq = tokens / rows;
+        let ends = x.buffer().slice((seq - 1) * cols, (tokens + 1 - seq) * cols)?;
+        let weight = cx.weights.get(self.item)?;
+        let logits = cx.f32([rows, self.vocab])?;
+        let product = Gemm {
+            a: Matrix::new(&ends, rows, cols).with_stride(seq * cols),
+            b: Matrix::new(&weight, self.vocab, cols).t(),
+            c: logits.matrix(),
+            beta: 0.0,
+        };
+        cx.device.gemm(cx.stream, &product)?;
+        Ok(logits)
+    }
+
     /// One chunk: logits, loss and, with `dx`, both gradients.
     fn turn(
         &self,
