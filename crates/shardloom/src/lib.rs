@@ -5,6 +5,7 @@ pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod data;
 mod error;
+pub mod launch;
 pub mod metrics;
 mod ranks;
 pub mod run;

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use clap::{Args, Parser, Subcommand};
+use shardloom::launch::{self, Flags, error_file};
 use shardloom::{Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,6 +18,8 @@ struct Cli {
 enum Command {
     /// Trains a model
     Train(RunArgs),
+    /// Starts and watches one process per rank on this node, with torchrun's flags
+    Launch(Box<Flags>),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(RunArgs),
 }
@@ -45,12 +48,19 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
-        Command::Train(args) => shardloom::train(&args.load()?, args.ranks as usize),
+        Command::Train(args) => reported(|| shardloom::train(&args.load()?, args.ranks as usize)),
+        Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
             Ok(())
         }
     }
+}
+
+/// A rank's failure is also left for the launcher that started it.
+fn reported(rank: impl FnOnce() -> Result<()>) -> Result<()> {
+    error_file::write_on_panic();
+    rank().inspect_err(|error| error_file::write(&error.to_string()))
 }
 
 impl RunArgs {

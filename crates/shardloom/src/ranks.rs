@@ -1,12 +1,18 @@
-//! How the ranks of a run come to be: threads of this process on the CPU, one process each on GPUs.
+//! How the ranks of a run come to be: threads of this process on the CPU, one process each on GPUs, or whatever a
+//! launcher has started.
+
+mod launched;
+mod meeting;
+
+pub use launched::Launched;
 
 use crate::run::DeviceChoice;
-use crate::{Error, Result, Run};
-use comm::{Group, Solo, nccl::Nccl, store};
+use crate::{Error, Result, Run, launch};
+use comm::store::{self, Store};
+use comm::{Group, Solo, nccl::Nccl};
 use device::cuda::{self, Cuda, Sums};
 use device::{Device, Profile, cpu::Cpu};
 use fsdp::Groups;
-use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,38 +27,6 @@ pub struct Seat {
     pub context_bytes: Option<usize>,
 }
 
-/// What a launcher (ours, torchrun's) says in the environment of the process it starts for a rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Launched {
-    pub rank: usize,
-    pub world: usize,
-    local_rank: usize,
-    address: String,
-}
-
-impl Launched {
-    pub fn from_env() -> Result<Option<Self>> {
-        Self::from(|name| std::env::var(name).ok())
-    }
-
-    fn from(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let (Some(rank), Some(world)) = (variable("RANK"), variable("WORLD_SIZE")) else { return Ok(None) };
-        let number = |name: &str, text: &str| {
-            let wrong = |_| Error::Config(format!("environment: {name} = {text:?} is not a number"));
-            text.trim().parse::<usize>().map_err(wrong)
-        };
-        let (rank, world) = (number("RANK", &rank)?, number("WORLD_SIZE", &world)?);
-        if rank >= world {
-            let what = format!("environment: RANK = {rank} does not lie below WORLD_SIZE = {world}");
-            return Err(Error::Config(what));
-        }
-        let local_rank = variable("LOCAL_RANK").map_or(Ok(rank), |text| number("LOCAL_RANK", &text))?;
-        let host = variable("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-        let port = variable("MASTER_PORT").unwrap_or_else(|| "29500".into());
-        Ok(Some(Launched { rank, world, local_rank, address: format!("{host}:{port}") }))
-    }
-}
-
 /// Runs `body` as every rank that this process is to be, on the device the run asks for.
 pub fn start(
     run: &Run,
@@ -61,13 +35,10 @@ pub fn start(
     body: impl Fn(Seat) -> Result<()> + Sync,
 ) -> Result<()> {
     match (on_gpu(run)?, launched) {
-        (true, Some(launched)) if launched.world > 1 => joined(run, &launched, body),
+        (true, Some(launched)) if launched.world > 1 => on_own_gpu(run, &launched, body),
         (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
-        (false, Some(launched)) if launched.world > 1 => Err(Error::Config(
-            "ranks in processes of their own need GPUs so far; on the CPU use --ranks N, which runs them as threads"
-                .into(),
-        )),
+        (false, Some(launched)) if launched.world > 1 => on_own_cores(run, &launched, body),
         (false, _) => on_threads(run, ranks, body),
     }
 }
@@ -93,16 +64,41 @@ pub fn profile(run: &Run) -> Profile {
 }
 
 /// One rank of several processes, each with a GPU; ranks share GPUs where there are fewer.
-fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
-    let Launched { rank, world, local_rank, address } = launched;
+fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let Launched { rank, world, local_rank, .. } = *launched;
     let device = Arc::new(Cuda::open(local_rank % cuda::device_count().max(1), sums(run))?);
     let context_bytes = context_bytes(&*device);
     device.make_current()?;
-    let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
-    let join = |name| Nccl::join(store.clone(), name, *rank, *world, run.timeout);
+    let store = joined(run, launched)?;
+    let join = |name| Nccl::join(store.clone(), name, rank, world, run.timeout);
     let groups = Groups { gather: join("gather")?, reduce: join("reduce")? };
-    body(Seat { rank: *rank, ranks: *world, device, groups, context_bytes })?;
+    body(Seat { rank, ranks: world, device, groups, context_bytes })?;
     Ok(store.finish(run.timeout)?)
+}
+
+/// One rank of several processes on CPUs.
+fn on_own_cores(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let Launched { rank, world, .. } = *launched;
+    let store = joined(run, launched)?;
+    let groups = cpu_groups(store.clone(), rank, world, run.timeout)?;
+    body(Seat { rank, ranks: world, device: Arc::new(Cpu::new()), groups, context_bytes: None })?;
+    Ok(store.finish(run.timeout)?)
+}
+
+/// The store of a world whose ranks have all come.
+fn joined(run: &Run, launched: &Launched) -> Result<Arc<Store>> {
+    let Launched { rank, world, address, .. } = launched;
+    let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
+    meeting::meet(&store, *rank, *world, run.timeout)?;
+    Ok(store)
+}
+
+/// Groups of CPU ranks in processes of their own.
+fn cpu_groups(_store: Arc<Store>, _rank: usize, _world: usize, _timeout: Duration) -> Result<Groups> {
+    Err(Error::Config(
+        "ranks in processes of their own need GPUs so far; on the CPU use --ranks N, which runs them as threads"
+            .into(),
+    ))
 }
 
 fn sums(run: &Run) -> Sums {
@@ -113,66 +109,11 @@ fn context_bytes(device: &dyn Device) -> Option<usize> {
     device.measured_bytes().map(|bytes| bytes.saturating_sub(device.memory_use().current_bytes))
 }
 
-/// Starts this command once more for each rank and waits; when one fails the others are ended.
+/// Starts this command once more for each rank, and watches.
 fn spawn(ranks: usize) -> Result<()> {
-    let failed = |what: String| Error::Config(format!("starting ranks: {what}"));
-    let exe = std::env::current_exe().map_err(|e| failed(e.to_string()))?;
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").map_err(|e| failed(e.to_string()))?;
-    let port = listener.local_addr().map_err(|e| failed(e.to_string()))?.port();
-    drop(listener);
-    let mut children: Vec<Child> = Vec::new();
-    for rank in 0..ranks {
-        let child = Command::new(&exe)
-            .args(std::env::args_os().skip(1))
-            .env("RANK", rank.to_string())
-            .env("LOCAL_RANK", rank.to_string())
-            .env("WORLD_SIZE", ranks.to_string())
-            .env("LOCAL_WORLD_SIZE", ranks.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
-            .spawn();
-        match child {
-            Ok(child) => children.push(child),
-            Err(e) => {
-                end(&mut children);
-                return Err(failed(e.to_string()));
-            }
-        }
-    }
-    watch(children)
-}
-
-fn watch(mut children: Vec<Child>) -> Result<()> {
-    let mut running = children.len();
-    let mut done = vec![false; children.len()];
-    while running > 0 {
-        for rank in 0..children.len() {
-            let status = match children[rank].try_wait() {
-                Ok(Some(status)) if !done[rank] => status,
-                _ => continue,
-            };
-            (done[rank], running) = (true, running - 1);
-            if !status.success() {
-                end(&mut children);
-                return Err(Error::Rank {
-                    rank,
-                    what: format!("its process ended with {status}; see its message above"),
-                });
-            }
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
-}
-
-/// Ends and reaps processes; those that are gone already are no matter.
-fn end(children: &mut [Child]) {
-    for child in children.iter_mut() {
-        let _ = child.kill();
-    }
-    for child in children {
-        let _ = child.wait();
-    }
+    let exe = std::env::current_exe().map_err(|e| Error::Launch(format!("starting ranks: {e}")))?;
+    let command = std::iter::once(exe.into_os_string()).chain(std::env::args_os().skip(1));
+    launch::on_this_machine(ranks, command.collect())
 }
 
 /// Runs `body` as `ranks` threads, each with a CPU device of its own, and returns the first failure.
@@ -221,24 +162,4 @@ fn first_cause(results: Vec<Result<()>>) -> Result<()> {
     let echo = |error: &Error| error.to_string().contains("left the group");
     let cause = failures.iter().position(|error| !echo(error)).unwrap_or(0);
     if failures.is_empty() { Ok(()) } else { Err(failures.swap_remove(cause)) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_launchers_environment_is_read_and_checked() {
-        let env = |pairs: &'static [(&str, &str)]| {
-            Launched::from(move |name| {
-                pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string())
-            })
-        };
-        assert_eq!(env(&[("RANK", "0")]).unwrap(), None);
-        let full = env(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("MASTER_PORT", "7")]);
-        let full = full.unwrap().unwrap();
-        assert_eq!((full.rank, full.world, full.local_rank, full.address.as_str()), (3, 4, 1, "127.0.0.1:7"));
-        assert!(env(&[("RANK", "4"), ("WORLD_SIZE", "4")]).unwrap_err().to_string().contains("WORLD_SIZE"));
-        assert!(env(&[("RANK", "x"), ("WORLD_SIZE", "4")]).unwrap_err().to_string().contains("RANK"));
-    }
 }
