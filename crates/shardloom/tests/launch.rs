@@ -218,6 +218,19 @@ fn signals_are_passed_on() {
 }
 
 #[test]
+fn what_nohup_ignores_stays_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    let launch = launch("", &format!("echo > {}/ready; sleep 0.3; echo done", dir.path().display()));
+    let mut nohup = Command::new("sh");
+    nohup.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(launch.get_program()).args(launch.get_args());
+    let child = nohup.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    read_soon(&dir.path().join("ready"));
+    signal(&child, "HUP");
+    let ended = ended(child.wait_with_output().unwrap());
+    assert_eq!((ended.status, ended.stdout.as_str(), ended.stderr.as_str()), (0, "done\n", ""));
+}
+
+#[test]
 fn the_whole_tree_ends_with_a_rank_and_with_the_launcher() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();

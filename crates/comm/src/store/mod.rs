@@ -57,19 +57,22 @@ pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Resu
 }
 
 /// Serves at `address` itself where that is this machine's, so that a run on one machine listens on the
-/// loopback only; everywhere behind a translated address, or where this machine calls a name its own loopback
-/// (127.0.1.1 of Debian's hosts file) under which others will look for it elsewhere.
-pub fn serve_for(address: &str) -> Result<Server> {
+/// loopback only; behind a translated address, everywhere.
+fn serve_for(address: &str) -> Result<Server> {
+    let first = match Server::start(address) {
+        Ok(server) => return Ok(server),
+        Err(error) => error,
+    };
     let resolved = address.to_socket_addrs().map(Vec::from_iter).unwrap_or_default();
-    let Some(port) = resolved.first().map(|resolved| resolved.port()) else { return Server::start(address) };
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
-    let is_name = host != "localhost" && host.parse::<std::net::IpAddr>().is_err();
-    let translated = is_name && resolved.iter().all(|resolved| resolved.ip().is_loopback());
+    let port = resolved.first().map(|resolved| resolved.port());
     let elsewhere = resolved.iter().all(|resolved| match std::net::UdpSocket::bind((resolved.ip(), 0)) {
         Ok(_) => false,
         Err(e) => e.kind() == io::ErrorKind::AddrNotAvailable,
     });
-    if translated || elsewhere { Server::start(("0.0.0.0", port)) } else { Server::start(address) }
+    match port.filter(|_| elsewhere) {
+        Some(port) => Server::start(("0.0.0.0", port)),
+        None => Err(first),
+    }
 }
 
 impl Store {

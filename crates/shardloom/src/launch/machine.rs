@@ -145,9 +145,9 @@ mod tests {
     fn cores_are_divided_evenly_and_within_nodes() {
         let one = [vec![0, 1, 2, 3, 4]];
         assert_eq!(divide(&one, 2), [vec![0, 1], vec![2, 3, 4]]);
-        let none: Vec<usize> = Vec::new();
-        assert_eq!(divide(&one, 1), [none.clone()]);
-        assert_eq!(divide(&one, 6), vec![none; 6]);
+        // One rank has all cores, and more ranks than cores share them.
+        assert_eq!(divide(&one, 1), vec![Vec::<usize>::new()]);
+        assert_eq!(divide(&one, 6), vec![Vec::<usize>::new(); 6]);
         let two = [vec![0, 1, 2, 3], vec![4, 5, 6, 7]];
         assert_eq!(divide(&two, 4), [vec![0, 1], vec![2, 3], vec![4, 5], vec![6, 7]]);
         assert_eq!(divide(&two, 3), [vec![0, 1, 2, 3], vec![4, 5], vec![6, 7]]);

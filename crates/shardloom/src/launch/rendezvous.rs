@@ -9,10 +9,10 @@ use super::flags::{Conf, Job, Meeting};
 use super::machine;
 use super::watch::{Event, News, Outcome};
 use crate::{Error, Result};
-use comm::store::{self, Server, Store};
+use comm::store::{Server, Store};
 use serde::{Deserialize, Serialize};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::{ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -111,7 +111,7 @@ impl Rendezvous {
             let also = unable.map(|e| format!(" (and here: {e})")).unwrap_or_default();
             failed(format!("no node to meet: {error}{also}"))
         })?;
-        let (members, seat, secret) = join(job, &store, server.is_some())?;
+        let Joined { members, seat, secret } = join(job, &store, server.is_some())?;
         let node_rank = members.iter().position(|(member, _)| *member == seat).ok_or_else(|| {
             failed(format!("the job at {address} has started without this node; it came too late"))
         })?;
@@ -245,20 +245,39 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|e| failed(format!("the store holds no launcher's words: {e}")))
 }
 
+/// Serves at the address itself where that is this machine's, so that a job on one machine listens on the
+/// loopback only; everywhere behind a translated address, or where this machine calls a name its own loopback
+/// (127.0.1.1 of Debian's hosts file) under which other nodes look for it elsewhere.
 fn serve(host: &str, port: u16) -> Result<Server> {
-    store::serve_for(&address(host, port)).map_err(|error| {
+    let address = address(host, port);
+    let is_name = host != "localhost" && host.parse::<IpAddr>().is_err();
+    let resolved = resolve(&address);
+    let hidden = is_name && resolved.iter().all(|resolved| resolved.ip().is_loopback());
+    let everywhere = !resolved.is_empty() && (hidden || !is_here(&address));
+    let server = if everywhere { Store::serve(("0.0.0.0", port)) } else { Store::serve(address.as_str()) };
+    server.map_err(|error| {
         failed(format!("{error}. Choose another --master-port, or --standalone, which takes a free one"))
     })
 }
 
 /// Whether an address is one of this machine's.
 fn is_here(address: &str) -> bool {
-    let resolved = address.to_socket_addrs().map(Vec::from_iter).unwrap_or_default();
-    resolved.iter().any(|resolved| UdpSocket::bind((resolved.ip(), 0)).is_ok())
+    resolve(address).iter().any(|resolved| UdpSocket::bind((resolved.ip(), 0)).is_ok())
 }
 
-/// Takes a seat and waits for the others: who takes part, this node's seat, and the job's secret.
-fn join(job: &Job, store: &Store, serves: bool) -> Result<(Vec<(usize, Node)>, usize, String)> {
+fn resolve(address: &str) -> Vec<SocketAddr> {
+    address.to_socket_addrs().map(Vec::from_iter).unwrap_or_default()
+}
+
+/// Who takes part, with their seats; this node's seat; and the job's secret.
+struct Joined {
+    members: Vec<(usize, Node)>,
+    seat: usize,
+    secret: String,
+}
+
+/// Takes a seat and waits for the others.
+fn join(job: &Job, store: &Store, serves: bool) -> Result<Joined> {
     let given = std::env::var(SECRET).ok().filter(|secret| !secret.is_empty());
     let (seat, secret);
     if serves {
@@ -293,7 +312,7 @@ fn join(job: &Job, store: &Store, serves: bool) -> Result<(Vec<(usize, Node)>, u
     }
     let patience = job.conf.join + job.conf.last_call + Duration::from_secs(5);
     let members: Members = decode(&store.get(MEMBERS, patience)?)?;
-    Ok((members.map_err(failed)?, seat, secret))
+    Ok(Joined { members: members.map_err(failed)?, seat, secret })
 }
 
 fn take_seat(job: &Job, store: &Store) -> Result<usize> {
