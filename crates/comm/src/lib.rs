@@ -5,12 +5,14 @@
 //! Every rank of a group issues the same collectives in the same order.
 //!
 //! [`Solo`] is a group of one, [`local`] one of threads in this process, [`nccl`] one of processes
-//! with a GPU each. Processes find each other through a [`store`].
+//! with a GPU each. Processes find each other through a [`store`];
+//! [`process`] is what starting and ending them takes.
 
 mod error;
 mod group;
 pub mod local;
 pub mod nccl;
+pub mod process;
 mod reduce;
 mod solo;
 pub mod store;

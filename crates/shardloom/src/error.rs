@@ -22,6 +22,10 @@ pub enum Error {
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 
+    /// Ranks could not be started, or ended together.
+    #[error("{0}")]
+    Launch(String),
+
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
 

@@ -7,6 +7,7 @@ pub mod bench;
 pub mod data;
 mod error;
 pub mod generate;
+pub mod launch;
 pub mod metrics;
 mod ranks;
 pub mod run;

@@ -6,6 +6,7 @@ use device::Dtype;
 use shardloom::bench::{self, StepBench};
 use shardloom::generate::Sampling;
 use shardloom::run::DeviceChoice;
+use shardloom::launch::{self, Flags, error_file};
 use shardloom::{Generate, Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -21,6 +22,8 @@ struct Cli {
 enum Command {
     /// Trains a model
     Train(RunArgs),
+    /// Starts and watches one process per rank on this node, with torchrun's flags
+    Launch(Box<Flags>),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(RunArgs),
     /// Continues a prompt with a trained model
@@ -144,7 +147,8 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
-        Command::Train(args) => shardloom::train(&args.load()?, args.ranks as usize),
+        Command::Train(args) => reported(|| shardloom::train(&args.load()?, args.ranks as usize)),
+        Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
             Ok(())
@@ -210,6 +214,12 @@ impl GenerateArgs {
             dtype: self.dtype,
         }
     }
+}
+
+/// A rank's failure is also left for the launcher that started it.
+fn reported(rank: impl FnOnce() -> Result<()>) -> Result<()> {
+    error_file::write_on_panic();
+    rank().inspect_err(|error| error_file::write(&error.to_string()))
 }
 
 impl RunArgs {

@@ -1,14 +1,19 @@
-//! How the ranks of a run come to be: threads of this process on the CPU, one process each on GPUs.
+//! How the ranks of a run come to be: threads of this process on the CPU, one process each on GPUs, or whatever a
+//! launcher has started.
 
-use crate::run::DeviceChoice;
-use crate::{Error, Result, Run};
-use comm::{Group, Solo, nccl::Nccl, store};
+mod launched;
+mod meeting;
+
+pub use launched::Launched;
+
+use crate::run::{DeviceChoice, GroupChoice};
+use crate::{Error, Result, Run, launch};
+use comm::store::{self, Store};
+use comm::{Group, Solo, nccl::Nccl};
 use device::cuda::{self, Cuda, Sums};
 use device::{Device, Dtype, Profile, Role, cpu::Cpu};
 use fsdp::Groups;
-use std::process::{Child, Command};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// One rank's place: which it is, its device, and whom it works with.
 #[derive(Debug)]
@@ -32,41 +37,6 @@ pub struct Overhead {
     pub nccl_bytes: usize,
 }
 
-/// What a launcher (ours, torchrun's) says in the environment of the process it starts for a rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Launched {
-    pub rank: usize,
-    pub world: usize,
-    local_rank: usize,
-    local_world: usize,
-    address: String,
-}
-
-impl Launched {
-    pub fn from_env() -> Result<Option<Self>> {
-        Self::from(|name| std::env::var(name).ok())
-    }
-
-    fn from(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let (Some(rank), Some(world)) = (variable("RANK"), variable("WORLD_SIZE")) else { return Ok(None) };
-        let number = |name: &str, text: &str| {
-            let wrong = |_| Error::Config(format!("environment: {name} = {text:?} is not a number"));
-            text.trim().parse::<usize>().map_err(wrong)
-        };
-        let (rank, world) = (number("RANK", &rank)?, number("WORLD_SIZE", &world)?);
-        if rank >= world {
-            let what = format!("environment: RANK = {rank} does not lie below WORLD_SIZE = {world}");
-            return Err(Error::Config(what));
-        }
-        let local_rank = variable("LOCAL_RANK").map_or(Ok(rank), |text| number("LOCAL_RANK", &text))?;
-        let local_world =
-            variable("LOCAL_WORLD_SIZE").map_or(Ok(world), |text| number("LOCAL_WORLD_SIZE", &text))?;
-        let host = variable("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-        let port = variable("MASTER_PORT").unwrap_or_else(|| "29500".into());
-        Ok(Some(Launched { rank, world, local_rank, local_world, address: format!("{host}:{port}") }))
-    }
-}
-
 /// Runs `body` as every rank that this process is to be, on the device the run asks for.
 pub fn start(
     run: &Run,
@@ -75,13 +45,11 @@ pub fn start(
     body: impl Fn(Seat) -> Result<()> + Sync,
 ) -> Result<()> {
     match (on_gpu(run.device, "device.kind = \"cuda\"")?, launched) {
-        (true, Some(launched)) if launched.world > 1 => joined(run, &launched, body),
+        (true, Some(launched)) if launched.world > 1 => on_own_gpu(run, &launched, body),
         (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
-        (false, Some(launched)) if launched.world > 1 => Err(Error::Config(
-            "ranks in processes of their own need GPUs so far; on the CPU use --ranks N, which runs them as threads"
-                .into(),
-        )),
+        (false, Some(launched)) if launched.world > 1 => on_own_cores(run, &launched, body),
+        (false, _) if ranks > 1 && !matches!(run.group, GroupChoice::Auto | GroupChoice::Local) => spawn(ranks),
         (false, _) => on_threads(run, ranks, body),
     }
 }
@@ -115,22 +83,30 @@ pub fn profile(run: &Run) -> Profile {
     }
 }
 
+fn sums(run: &Run) -> Sums {
+    if run.deterministic { Sums::Ordered } else { Sums::Fastest }
+}
+
 /// One rank of several processes, each with a GPU; ranks share GPUs where there are fewer. What the driver and NCCL
 /// take is measured between meetings, when nobody allocates.
-fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
-    let (rank, ranks) = (launched.rank, launched.world);
+fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let Launched { rank, world: ranks, local_rank, local_world, .. } = *launched;
     let gpus = cuda::device_count().max(1);
-    let device: Arc<Cuda> = Arc::new(Cuda::open(launched.local_rank % gpus, sums(run))?);
+    let device: Arc<Cuda> = Arc::new(Cuda::open(local_rank % gpus, sums(run))?);
     device.make_current()?;
-    let store = Arc::new(store::join(rank, ranks, &launched.address, run.timeout)?);
+    let store = joined(run, launched)?;
     let meeting = store::Exchange::new(store.clone(), "start", rank, ranks, run.timeout);
-    let sharing = launched.local_world.div_ceil(gpus);
-    let held =
-        || device.measured_bytes().map(|all| all.saturating_sub(sharing * device.memory_use().current_bytes));
+    let sharing = local_world.div_ceil(gpus);
+    let held = || {
+        let ours = sharing * device.memory_use().current_bytes;
+        device.measured_bytes().map(|all| all.saturating_sub(ours))
+    };
     meeting.exchange(&[], "devices opened")?;
     let context = held();
     meeting.exchange(&[], "contexts measured")?;
-    let groups = nccl_groups(run, &store, rank, ranks)?;
+    let groups = grid(run, rank, ranks, |name, rank, size| {
+        Ok(Nccl::join(store.clone(), name, rank, size, run.timeout)?)
+    })?;
     warm_up(&*device, &groups)?;
     meeting.exchange(&[], "groups joined")?;
     let overhead = context.zip(held()).map(|(context_bytes, both)| Overhead {
@@ -143,15 +119,50 @@ fn joined(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> 
     Ok(store.finish(run.timeout)?)
 }
 
-/// This rank's place in a grid of `replicate` rows, each group a communicator of its own.
-fn nccl_groups(run: &Run, store: &Arc<store::Store>, rank: usize, ranks: usize) -> Result<Groups> {
+/// One rank of several processes on CPUs: over shared memory on one machine, over sockets on several.
+fn on_own_cores(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let Launched { rank, world: ranks, local_world, .. } = *launched;
+    let store = joined(run, launched)?;
+    let over_sockets = match run.group {
+        GroupChoice::Shm => false,
+        GroupChoice::Tcp => true,
+        GroupChoice::Auto => local_world < ranks,
+        other => {
+            let what = format!("device.group = {other:?} does not serve ranks that are processes on CPUs; use auto");
+            return Err(Error::Config(what));
+        }
+    };
+    let groups = grid(run, rank, ranks, |name, rank, size| {
+        let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
+        Ok(join(store.clone(), name, rank, size, run.timeout)?)
+    })?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    Ok(store.finish(run.timeout)?)
+}
+
+/// The store of a world whose ranks have all come.
+fn joined(run: &Run, launched: &Launched) -> Result<Arc<Store>> {
+    let Launched { rank, world, address, .. } = launched;
+    let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
+    meeting::meet(&store, *rank, *world, run.timeout)?;
+    Ok(store)
+}
+
+/// A rank's groups in a grid of `replicate` rows, a unit being divided among the ranks of a row. `join` is given a
+/// group's name, the rank's place in it and its size.
+fn grid(
+    run: &Run,
+    rank: usize,
+    ranks: usize,
+    join: impl Fn(&str, usize, usize) -> Result<Arc<dyn Group>>,
+) -> Result<Groups> {
+    // A grid that does not come out is refused by the plan, in better words.
     let shards = ranks / if ranks.is_multiple_of(run.replicate) { run.replicate } else { 1 };
     let (row, at) = (rank / shards, rank % shards);
-    let join = |name: &str, rank, size| Nccl::join(store.clone(), name, rank, size, run.timeout);
     let gather = join(&format!("gather {row}"), at, shards)?;
     let reduce = join(&format!("reduce {row}"), at, shards)?;
     if shards == ranks {
-        // One row is the world, and its communicators take memory: the two share one.
+        // One row is the world, and groups take memory: the two share one.
         return Ok(Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce });
     }
     let world = join("world", rank, ranks)?;
@@ -173,70 +184,11 @@ fn warm_up(device: &dyn Device, groups: &Groups) -> Result<()> {
     Ok(())
 }
 
-fn sums(run: &Run) -> Sums {
-    if run.deterministic { Sums::Ordered } else { Sums::Fastest }
-}
-
-/// Starts this command once more for each rank and waits; when one fails the others are ended.
+/// Starts this command once more for each rank, and watches.
 fn spawn(ranks: usize) -> Result<()> {
-    let failed = |what: String| Error::Config(format!("starting ranks: {what}"));
-    let exe = std::env::current_exe().map_err(|e| failed(e.to_string()))?;
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").map_err(|e| failed(e.to_string()))?;
-    let port = listener.local_addr().map_err(|e| failed(e.to_string()))?.port();
-    drop(listener);
-    let mut children: Vec<Child> = Vec::new();
-    for rank in 0..ranks {
-        let child = Command::new(&exe)
-            .args(std::env::args_os().skip(1))
-            .env("RANK", rank.to_string())
-            .env("LOCAL_RANK", rank.to_string())
-            .env("WORLD_SIZE", ranks.to_string())
-            .env("LOCAL_WORLD_SIZE", ranks.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
-            .spawn();
-        match child {
-            Ok(child) => children.push(child),
-            Err(e) => {
-                end(&mut children);
-                return Err(failed(e.to_string()));
-            }
-        }
-    }
-    watch(children)
-}
-
-fn watch(mut children: Vec<Child>) -> Result<()> {
-    let mut running = children.len();
-    let mut done = vec![false; children.len()];
-    while running > 0 {
-        for rank in 0..children.len() {
-            let status = match children[rank].try_wait() {
-                Ok(Some(status)) if !done[rank] => status,
-                _ => continue,
-            };
-            (done[rank], running) = (true, running - 1);
-            if !status.success() {
-                end(&mut children);
-                return Err(Error::Rank {
-                    rank,
-                    what: format!("its process ended with {status}; see its message above"),
-                });
-            }
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
-}
-
-/// Ends and reaps processes; those that are gone already are no matter.
-fn end(children: &mut [Child]) {
-    for child in children.iter_mut() {
-        let _ = child.kill();
-    }
-    for child in children {
-        let _ = child.wait();
-    }
+    let exe = std::env::current_exe().map_err(|e| Error::Launch(format!("starting ranks: {e}")))?;
+    let command = std::iter::once(exe.into_os_string()).chain(std::env::args_os().skip(1));
+    launch::on_this_machine(ranks, command.collect())
 }
 
 /// Runs `body` as `ranks` threads, each with a CPU device of its own, and returns the first failure.
@@ -244,7 +196,7 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     if ranks == 1 {
         return body(alone(Arc::new(Cpu::new())));
     }
-    let groups = local_groups(ranks, run.replicate, run.timeout);
+    let groups = local_groups(run, ranks)?;
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = groups
             .into_iter()
@@ -265,25 +217,15 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     first_cause(results)
 }
 
-/// The groups of every rank: a grid of `replicate` rows, a unit divided among the ranks of a row.
-fn local_groups(ranks: usize, replicate: usize, timeout: Duration) -> Vec<Groups> {
-    // A grid that does not come out is refused by the plan, in better words.
-    let replicate = if ranks.is_multiple_of(replicate) { replicate } else { 1 };
-    let shards = ranks / replicate;
-    let world = comm::local::group("world", ranks, timeout);
-    let rows = |name: &str| -> Vec<Vec<Arc<dyn Group>>> {
-        (0..replicate).map(|row| comm::local::group(&format!("{name} {row}"), shards, timeout)).collect()
+/// The groups of every rank of a grid of threads. Each group is made once, and each rank takes its handle.
+fn local_groups(run: &Run, ranks: usize) -> Result<Vec<Groups>> {
+    let made = std::cell::RefCell::new(std::collections::HashMap::<String, Vec<Arc<dyn Group>>>::new());
+    let take = |name: &str, rank: usize, size: usize| {
+        let mut made = made.borrow_mut();
+        let make = || comm::local::group(name, size, run.timeout);
+        Ok(made.entry(name.to_string()).or_insert_with(make)[rank].clone())
     };
-    let (gather, reduce) = (rows("gather"), rows("reduce"));
-    let columns: Vec<Vec<Arc<dyn Group>>> =
-        (0..shards).map(|at| comm::local::group(&format!("replicate {at}"), replicate, timeout)).collect();
-    let of = |rank: usize| Groups {
-        world: world[rank].clone(),
-        gather: gather[rank / shards][rank % shards].clone(),
-        reduce: reduce[rank / shards][rank % shards].clone(),
-        replicate: columns[rank % shards][rank / shards].clone(),
-    };
-    (0..ranks).map(of).collect()
+    (0..ranks).map(|rank| grid(run, rank, ranks, take)).collect()
 }
 
 /// A rank that works alone.
@@ -305,24 +247,4 @@ fn first_cause(results: Vec<Result<()>>) -> Result<()> {
     let echo = |error: &Error| error.to_string().contains("left the group");
     let cause = failures.iter().position(|error| !echo(error)).unwrap_or(0);
     if failures.is_empty() { Ok(()) } else { Err(failures.swap_remove(cause)) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_launchers_environment_is_read_and_checked() {
-        let env = |pairs: &'static [(&str, &str)]| {
-            Launched::from(move |name| {
-                pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string())
-            })
-        };
-        assert_eq!(env(&[("RANK", "0")]).unwrap(), None);
-        let full = env(&[("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("MASTER_PORT", "7")]);
-        let full = full.unwrap().unwrap();
-        assert_eq!((full.rank, full.world, full.local_rank, full.address.as_str()), (3, 4, 1, "127.0.0.1:7"));
-        assert!(env(&[("RANK", "4"), ("WORLD_SIZE", "4")]).unwrap_err().to_string().contains("WORLD_SIZE"));
-        assert!(env(&[("RANK", "x"), ("WORLD_SIZE", "4")]).unwrap_err().to_string().contains("RANK"));
-    }
 }

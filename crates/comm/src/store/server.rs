@@ -60,6 +60,11 @@ impl Server {
     pub fn address(&self) -> SocketAddr {
         self.address
     }
+
+    /// Removes every key but those that begin with `prefix`.
+    pub fn forget_all_but(&self, prefix: &str) {
+        lock(&self.table).values.retain(|key, _| key.starts_with(prefix.as_bytes()));
+    }
 }
 
 impl Drop for Server {

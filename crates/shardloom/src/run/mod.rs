@@ -3,7 +3,7 @@
 mod raw;
 mod resolve;
 
-pub use resolve::{DeviceChoice, LrSchedule, ModelSource, Run};
+pub use resolve::{DeviceChoice, GroupChoice, LrSchedule, ModelSource, Run};
 
 use crate::{Error, Result};
 use std::path::Path;

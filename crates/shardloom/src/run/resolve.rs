@@ -24,6 +24,19 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// How ranks talk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupChoice {
+    Auto,
+    /// Threads of one process.
+    Local,
+    /// Processes of one machine, over shared memory.
+    Shm,
+    /// Processes on several machines, over sockets.
+    Tcp,
+    Nccl,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Shape {
     Constant,
@@ -85,6 +98,7 @@ pub struct Run {
     pub wrap: Wrap,
     pub prefetch: usize,
     pub device: DeviceChoice,
+    pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
     pub deterministic: bool,
     pub timeout: Duration,
@@ -177,6 +191,17 @@ impl Run {
                 &raw.device.kind,
                 &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda", DeviceChoice::Cuda)],
             )?,
+            group: choose(
+                "device.group",
+                &raw.device.group,
+                &[
+                    ("auto", GroupChoice::Auto),
+                    ("local", GroupChoice::Local),
+                    ("shm", GroupChoice::Shm),
+                    ("tcp", GroupChoice::Tcp),
+                    ("nccl", GroupChoice::Nccl),
+                ],
+            )?,
             deterministic: raw.device.deterministic,
             timeout: Duration::from_secs_f64(raw.device.timeout_s),
             output: raw.output.dir.into(),
@@ -234,7 +259,6 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("shard.unit", raw.shard.unit.len(), 0)?;
     only("checkpoint.every", raw.checkpoint.every, 0)?;
     only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
-    choose("device.group", &raw.device.group, &[("auto", ()), ("local", ()), ("nccl", ())])?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }

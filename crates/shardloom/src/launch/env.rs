@@ -1,0 +1,51 @@
+//! What a worker finds in its environment: torchrun's variables, and ours.
+
+use super::error_file;
+use super::flags::Job;
+use super::rendezvous::Place;
+use std::path::Path;
+
+/// Shared by the processes of one job; who does not know it is a stranger.
+pub const SECRET: &str = "SHARDLOOM_SECRET";
+/// How many threads a rank may keep busy.
+pub const THREADS: &str = "SHARDLOOM_THREADS";
+
+pub fn of_worker(
+    job: &Job,
+    place: &Place,
+    attempt: u32,
+    local_rank: usize,
+    error_file: &Path,
+    num_cores: usize,
+) -> Vec<(&'static str, String)> {
+    let rank = (place.first_rank + local_rank).to_string();
+    let world = place.world.to_string();
+    let mut env = vec![
+        ("LOCAL_RANK", local_rank.to_string()),
+        ("RANK", rank.clone()),
+        ("GROUP_RANK", place.node_rank.to_string()),
+        ("ROLE_RANK", rank),
+        ("ROLE_NAME", job.role.clone()),
+        ("LOCAL_WORLD_SIZE", job.num_local.to_string()),
+        ("WORLD_SIZE", world.clone()),
+        ("GROUP_WORLD_SIZE", place.num_nodes.to_string()),
+        ("ROLE_WORLD_SIZE", world),
+        ("MASTER_ADDR", place.host.clone()),
+        ("MASTER_PORT", place.port.to_string()),
+        ("TORCHELASTIC_RESTART_COUNT", attempt.to_string()),
+        ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts.to_string()),
+        ("TORCHELASTIC_RUN_ID", job.run_id.clone()),
+        // The store is served by the launcher: workers must not bind the port.
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
+        (error_file::VARIABLE, error_file.display().to_string()),
+        (SECRET, place.secret.clone()),
+    ];
+    let unset = |name: &str| std::env::var_os(name).is_none();
+    if job.num_local > 1 && unset("OMP_NUM_THREADS") {
+        env.push(("OMP_NUM_THREADS", "1".into()));
+    }
+    if unset(THREADS) {
+        env.push((THREADS, num_cores.max(1).to_string()));
+    }
+    env
+}
