@@ -7,11 +7,14 @@
 //! [`Solo`] is a group of one, [`local`] one of threads in this process, [`nccl`] one of processes
 //! with a GPU each. Processes find each other through a [`store`].
 
+mod call;
 mod error;
 mod group;
 pub mod local;
 pub mod nccl;
+mod queued;
 mod reduce;
+pub mod shm;
 mod solo;
 pub mod store;
 

@@ -271,7 +271,7 @@ fn agree(
     let all = all?;
     let lost = |peer: usize, why: String| {
         let (group, what) = (name.to_string(), "the communicator".to_string());
-        Error::PeerLost { rank, group, op: "Nccl::join", what, peer, why }
+        Error::PeerLost { rank, group, op: "Nccl::join", what, seconds: 0.0, peer, why }
     };
     for (peer, message) in all.iter().enumerate() {
         if message.first() != Some(&READY) {
@@ -345,7 +345,7 @@ impl Group for Nccl {
     }
 
     fn broadcast(&self, stream: &Stream, buffer: &Buffer, root: usize, what: &str) -> Result<()> {
-        check_root(what, root, self)?;
+        check_root("broadcast", what, root, self)?;
         let address = buffer.address() as *mut c_void;
         self.issue("ncclBroadcast", stream, buffer.len(), what, |api, comm, stream| {
             let (dtype, root) = (data_type(buffer.dtype()), root as c_int);
