@@ -4,20 +4,26 @@
 //! runs in its stream's order, so what is in flight is simply what an [`device::Event`] has not reached yet.
 //! Every rank of a group issues the same collectives in the same order.
 //!
-//! [`Solo`] is a group of one, [`local`] one of threads in this process, [`nccl`] one of processes
-//! with a GPU each. Processes find each other through a [`store`].
+//! [`Solo`] is a group of one, [`local`] one of threads in this process, [`shm`] one of processes of this
+//! machine, [`tcp`] one of processes on several, [`nccl`] one of processes with a GPU each. Processes find each
+//! other through a [`store`]. A [`Mesh`] splits a group along named axes.
 
+pub mod bench;
 mod call;
 mod error;
 mod group;
 pub mod local;
+mod mesh;
 pub mod nccl;
 mod queued;
 mod reduce;
+mod secret;
 pub mod shm;
 mod solo;
 pub mod store;
+pub mod tcp;
 
 pub use error::{Error, Result};
 pub use group::{Group, Reduction};
+pub use mesh::Mesh;
 pub use solo::Solo;

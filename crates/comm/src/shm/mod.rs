@@ -17,7 +17,7 @@
 //! alive (a handle on each process tells, however it ended), the group has failed, or time is up.
 
 mod pieces;
-mod system;
+pub(crate) mod system;
 
 use crate::call::{Call, HEADER, Header, Job};
 use crate::error::list_ranks;

@@ -3,7 +3,7 @@
 // Every test file that includes this uses a part of it.
 #![allow(dead_code)]
 
-use comm::{Group, Reduction};
+use comm::{Group, Mesh, Reduction};
 use device::{Buffer, Device, Dtype, Element, Role, Stream};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -477,4 +477,24 @@ pub fn random(rank: &Rank, seed: u64, steps: usize) {
     rank.side.synchronize().unwrap();
     checks.into_iter().for_each(|check| check());
     rank.group.barrier("end").unwrap();
+}
+
+/// Eight ranks as 2 × 2 × 2, and as what they cannot be.
+pub fn mesh(world: Arc<dyn Group>) {
+    let me = world.rank();
+    let mesh = Mesh::new(world.clone(), &[("replicate", 2), ("shard", 2), ("tensor", 2)]).unwrap();
+    for (axis, stride) in [("replicate", 4), ("shard", 2), ("tensor", 1)] {
+        let group = mesh.axis(axis).unwrap();
+        assert_eq!((group.name(), group.size(), group.rank()), (axis, 2, me / stride % 2));
+        let all = group.exchange(&[me as u8], "who").unwrap();
+        let first = me - me / stride % 2 * stride;
+        assert_eq!(all, [vec![first as u8], vec![(first + stride) as u8]]);
+    }
+    assert_eq!(mesh.axes().collect::<Vec<_>>(), [("replicate", 2), ("shard", 2), ("tensor", 2)]);
+    assert_eq!(mesh.world().size(), 8);
+    assert!(mesh.axis("pipeline").unwrap_err().to_string().contains("replicate, shard, tensor"));
+    let text = Mesh::new(world.clone(), &[("replicate", 3), ("shard", 2)]).unwrap_err().to_string();
+    assert!(text.contains("replicate 3 × shard 2: they make 6 ranks, there are 8"), "{text}");
+    assert!(Mesh::new(world.clone(), &[("shard", 2), ("shard", 4)]).is_err());
+    assert!(Mesh::new(world, &[("shard", 0), ("tensor", usize::MAX)]).is_err());
 }
