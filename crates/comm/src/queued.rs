@@ -30,7 +30,10 @@ pub(crate) trait Engine: Send + Sync + 'static {
     fn fail(&self, error: Error) -> Error;
     fn failure(&self) -> Option<Error>;
 
-    /// Joins the sub-group of these ranks. `scope` is unique to this split of this group.
+    /// A name that no other group of the store has or had.
+    fn scope(&self) -> &str;
+
+    /// Joins the sub-group of these ranks under a scope of its own.
     fn join(&self, ranks: &[usize], rank: usize, scope: &str, name: &str) -> Result<Arc<dyn Group>>;
 
     /// The handle was dropped; calls that were issued may still be running.
@@ -223,7 +226,7 @@ impl<E: Engine> Group for Queued<E> {
     fn split(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let Some(rank) = agree_on_split(self, ranks, name)? else { return Ok(None) };
-        let scope = format!("{}/split {number}, {name} of rank {}", self.name(), ranks[0]);
+        let scope = format!("{}/split {number} at {}", self.turns.engine.scope(), ranks[0]);
         self.turns.engine.join(ranks, rank, &scope, name).map(Some)
     }
 }

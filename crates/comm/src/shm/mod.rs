@@ -121,6 +121,7 @@ fn join_in(
     let spin = if size <= cores { SPIN } else { Duration::ZERO };
     let engine = Shm {
         store,
+        scope: exchange.scope().to_string(),
         name: name.to_string(),
         rank,
         size,
@@ -204,6 +205,7 @@ impl Layout {
 /// One rank.
 struct Shm {
     store: Arc<Store>,
+    scope: String,
     name: String,
     rank: usize,
     size: usize,
@@ -475,6 +477,10 @@ impl Engine for Shm {
         // SAFETY: inside the mapping, and nobody writes it any more.
         let text = unsafe { std::slice::from_raw_parts(from, len.min(MAX_FAILURE)) };
         Some(Error::decode(&String::from_utf8_lossy(text), self.rank, &self.name))
+    }
+
+    fn scope(&self) -> &str {
+        &self.scope
     }
 
     fn join(&self, ranks: &[usize], rank: usize, scope: &str, name: &str) -> Result<Arc<dyn Group>> {

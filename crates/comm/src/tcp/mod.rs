@@ -62,21 +62,22 @@ fn join_in(
         let what = format!("there is no rank {rank} in a group of {size}");
         return Err(Error::Argument { op: "tcp::join", what });
     }
-    let place = store.scope(&format!("tcp {scope}"));
-    let exchange = Exchange::new(store.clone(), &place, rank, size, timeout);
+    let exchange = Exchange::new(store.clone(), &format!("tcp {scope}"), rank, size, timeout);
     exchange.claim()?;
     let links = meet::meet(&store, scope, rank, size, &exchange, timeout)?;
     // A connection of its own: while others wait in the shared one, failures must get through.
     let news = store.another(Duration::from_secs(2))?;
-    let failure_key = format!("{place}/failure");
+    let scope = exchange.scope().to_string();
+    let failure_key = format!("{scope}/failure");
     let (name, links, failed) = (name.to_string(), Mutex::new(links), Mutex::new(None));
-    let engine = Tcp { store, news, failure_key, name, rank, size, timeout, links, failed };
+    let engine = Tcp { store, scope, news, failure_key, name, rank, size, timeout, links, failed };
     Ok(Arc::new(Queued::new(engine)))
 }
 
 /// One rank.
 struct Tcp {
     store: Arc<Store>,
+    scope: String,
     news: Store,
     failure_key: String,
     name: String,
@@ -582,6 +583,10 @@ impl Engine for Tcp {
 
     fn failure(&self) -> Option<Error> {
         lock(&self.failed).clone()
+    }
+
+    fn scope(&self) -> &str {
+        &self.scope
     }
 
     fn join(&self, ranks: &[usize], rank: usize, scope: &str, name: &str) -> Result<Arc<dyn Group>> {
