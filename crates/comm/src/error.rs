@@ -6,8 +6,18 @@ pub enum Error {
     #[error("rank {rank} waited {seconds:.1} s in {op} of {what} in group {group}: {missing} did not come")]
     Timeout { rank: usize, group: String, op: &'static str, what: String, seconds: f64, missing: String },
 
-    #[error("rank {rank}, {op} of {what} in group {group}: rank {peer} left the group ({why})")]
-    PeerLost { rank: usize, group: String, op: &'static str, what: String, peer: usize, why: String },
+    #[error(
+        "rank {rank}, {op} of {what} in group {group}, after {seconds:.1} s: rank {peer} left the group ({why})"
+    )]
+    PeerLost {
+        rank: usize,
+        group: String,
+        op: &'static str,
+        what: String,
+        seconds: f64,
+        peer: usize,
+        why: String,
+    },
 
     #[error("the ranks of group {group} disagree: rank {rank} issued {mine}, rank {peer} issued {theirs}")]
     Mismatch { group: String, rank: usize, mine: String, peer: usize, theirs: String },
@@ -24,6 +34,9 @@ pub enum Error {
     #[error("store at {address}: {what}")]
     Store { address: String, what: String },
 
+    #[error("rank {rank} of group {group}: {what}")]
+    System { rank: usize, group: String, what: String },
+
     #[error(transparent)]
     Device(#[from] device::Error),
 }
@@ -33,4 +46,99 @@ pub(crate) fn list_ranks(ranks: impl IntoIterator<Item = usize>) -> String {
     let ranks: Vec<String> = ranks.into_iter().map(|rank| rank.to_string()).collect();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{noun} {}", ranks.join(", "))
+}
+
+/// The names that errors carry, to find them again in what another process wrote.
+const OPS: [&str; 9] = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "all_to_all",
+    "send",
+    "receive",
+    "exchange",
+    "barrier",
+];
+
+/// Separates the fields of an error on its way to another process; no name contains it.
+const SEPARATOR: char = '\u{1f}';
+
+impl Error {
+    /// The error as text from which [`Error::decode`] makes it again in another process.
+    pub(crate) fn encode(&self) -> String {
+        let fields: Vec<String> = match self {
+            Error::Timeout { rank, group, op, what, seconds, missing } => {
+                let seconds = seconds.to_string();
+                vec![
+                    "T".into(),
+                    rank.to_string(),
+                    group.clone(),
+                    op.to_string(),
+                    what.clone(),
+                    seconds,
+                    missing.clone(),
+                ]
+            }
+            Error::PeerLost { rank, group, op, what, seconds, peer, why } => {
+                let (rank, seconds, peer) = (rank.to_string(), seconds.to_string(), peer.to_string());
+                vec![
+                    "L".into(),
+                    rank,
+                    group.clone(),
+                    op.to_string(),
+                    what.clone(),
+                    seconds,
+                    peer,
+                    why.clone(),
+                ]
+            }
+            Error::Mismatch { group, rank, mine, peer, theirs } => {
+                let (rank, peer) = (rank.to_string(), peer.to_string());
+                vec!["M".into(), group.clone(), rank, mine.clone(), peer, theirs.clone()]
+            }
+            Error::System { rank, group, what } => {
+                vec!["S".into(), rank.to_string(), group.clone(), what.clone()]
+            }
+            other => return other.to_string(),
+        };
+        fields.join(&SEPARATOR.to_string())
+    }
+
+    /// `rank` and `group` are those of the reader, for text that is none of ours.
+    pub(crate) fn decode(text: &str, rank: usize, group: &str) -> Self {
+        let fields: Vec<&str> = text.split(SEPARATOR).collect();
+        let number = |text: &str| text.parse::<usize>().unwrap_or(0);
+        let op = |text: &str| OPS.into_iter().find(|&op| op == text).unwrap_or("collective");
+        match fields.as_slice() {
+            ["T", rank, group, name, what, seconds, missing] => Error::Timeout {
+                rank: number(rank),
+                group: group.to_string(),
+                op: op(name),
+                what: what.to_string(),
+                seconds: seconds.parse().unwrap_or(0.0),
+                missing: missing.to_string(),
+            },
+            ["L", rank, group, name, what, seconds, peer, why] => Error::PeerLost {
+                rank: number(rank),
+                group: group.to_string(),
+                op: op(name),
+                what: what.to_string(),
+                seconds: seconds.parse().unwrap_or(0.0),
+                peer: number(peer),
+                why: why.to_string(),
+            },
+            ["M", group, rank, mine, peer, theirs] => Error::Mismatch {
+                group: group.to_string(),
+                rank: number(rank),
+                mine: mine.to_string(),
+                peer: number(peer),
+                theirs: theirs.to_string(),
+            },
+            ["S", rank, group, what] => {
+                Error::System { rank: number(rank), group: group.to_string(), what: what.to_string() }
+            }
+            _ => Error::System { rank, group: group.to_string(), what: text.to_string() },
+        }
+    }
 }

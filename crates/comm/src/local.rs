@@ -1,7 +1,8 @@
 //! Ranks that are threads of one process and read each other's memory.
 //!
-//! A collective is a slot that all ranks meet in. Each takes its number when it is *issued*, so that ranks
-//! meet in the same slot whatever their streams are doing, and then, when its stream comes to it:
+//! A call is a slot that the ranks which take part meet in: all of them, or the two between which a message
+//! goes. Each takes its number when it is *issued*, so that ranks meet in the same slot whatever their streams
+//! are doing, and then, when its stream comes to it:
 //!
 //! 1. posts its call and buffers in the slot, and sleeps until everyone has;
 //! 2. copies or sums what it needs straight from the peers' memory (a sum in rank order, so every rank and
@@ -14,9 +15,10 @@
 //! group failed does not post. So a slot that became complete has every rank inside, and each of them has
 //! only copying left before it arrives at 3: that meeting needs no timeout and looks at no failure.
 
-use crate::group::{check_parts, check_root};
+use crate::call::{Call, Job as Post, Payload};
+use crate::group::{agree_on_split, check_all_to_all, check_parts, check_peer, check_root};
 use crate::{Error, Group, Reduction, Result, reduce};
-use device::{Buffer, Dtype, Stream};
+use device::{Buffer, Stream};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +28,7 @@ use std::time::{Duration, Instant};
 /// Makes a group of `size` ranks; element r of the result is rank r's handle. A wait longer than `timeout` is
 /// an error. A rank leaves when its handle is dropped: whoever still needs it fails at once.
 pub fn group(name: &str, size: usize, timeout: Duration) -> Vec<Arc<dyn Group>> {
-    let state = State { failed: None, gone: vec![None; size], slots: HashMap::new() };
+    let state = State { failed: None, gone: vec![None; size], slots: HashMap::new(), halves: HashMap::new() };
     let shared = Arc::new(Shared {
         name: name.to_string(),
         size,
@@ -34,16 +36,41 @@ pub fn group(name: &str, size: usize, timeout: Duration) -> Vec<Arc<dyn Group>> 
         state: Mutex::new(state),
         changed: Condvar::new(),
     });
-    let handle = |rank| Arc::new(Local { shared: shared.clone(), rank, issued: AtomicU64::new(0) });
-    (0..size).map(|rank| handle(rank) as Arc<dyn Group>).collect()
+    let counters = || (0..size).map(|_| AtomicU64::new(0)).collect();
+    let handle = |rank| Local {
+        presence: Arc::new(Presence { shared: shared.clone(), rank, why: OnceLock::new() }),
+        issued: AtomicU64::new(0),
+        sent: counters(),
+        received: counters(),
+        splits: AtomicU64::new(0),
+    };
+    (0..size).map(|rank| Arc::new(handle(rank)) as Arc<dyn Group>).collect()
 }
 
 /// One rank's handle.
 struct Local {
+    presence: Arc<Presence>,
+    /// How many calls of the whole group this rank has issued: the number of the next one.
+    issued: AtomicU64,
+    /// Per peer, how many messages went to it and came from it.
+    sent: Vec<AtomicU64>,
+    received: Vec<AtomicU64>,
+    splits: AtomicU64,
+}
+
+/// A rank that is in the group: it holds its handle, or calls that it issued have not run yet.
+struct Presence {
     shared: Arc<Shared>,
     rank: usize,
-    /// How many calls this rank has issued: the number of the next one.
-    issued: AtomicU64,
+    /// Why the handle was dropped.
+    why: OnceLock<&'static str>,
+}
+
+/// Which call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Number {
+    Collective(u64),
+    Message { from: usize, to: usize, number: u64 },
 }
 
 struct Shared {
@@ -57,78 +84,18 @@ struct Shared {
 struct State {
     /// The first failure; the group is of no use after it.
     failed: Option<Error>,
-    /// Per rank that has left: from which number on it issues nothing, and why.
-    gone: Vec<Option<(u64, &'static str)>>,
-    slots: HashMap<u64, Slot>,
+    /// Per rank that has left and will not come to any call any more: why.
+    gone: Vec<Option<&'static str>>,
+    slots: HashMap<Number, Slot>,
+    /// Sub-groups whose ranks have not all taken their handles, by the split's number and its first rank.
+    halves: HashMap<(u64, usize), Vec<Option<Arc<dyn Group>>>>,
 }
 
-/// One collective.
+/// One call.
 struct Slot {
     posts: Vec<Option<Arc<Post>>>,
-    /// Per rank, how many of the collective's meetings it has come to.
+    /// Per rank, how many of the call's meetings it has come to; more than there are, for one not in it.
     met: Vec<usize>,
-}
-
-/// What one rank brings to a collective.
-struct Post {
-    call: Call,
-    what: String,
-    payload: Payload,
-}
-
-enum Payload {
-    /// `src` and `dst`; the same buffer twice where the call works in place.
-    Buffers(Buffer, Buffer),
-    Bytes(Vec<u8>),
-}
-
-/// What all ranks must agree on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Call {
-    AllGather { dtype: Dtype, part: usize },
-    ReduceScatter { dtype: Dtype, part: usize },
-    AllReduce { dtype: Dtype, len: usize, reduction: Reduction },
-    Broadcast { dtype: Dtype, len: usize, root: usize },
-    Exchange,
-}
-
-impl Call {
-    fn op(self) -> &'static str {
-        match self {
-            Call::AllGather { .. } => "all_gather",
-            Call::ReduceScatter { .. } => "reduce_scatter",
-            Call::AllReduce { .. } => "all_reduce",
-            Call::Broadcast { .. } => "broadcast",
-            Call::Exchange => "exchange",
-        }
-    }
-}
-
-impl fmt::Display for Call {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Call::AllGather { dtype, part } => write!(f, "all_gather of {part} {dtype} a rank"),
-            Call::ReduceScatter { dtype, part } => write!(f, "reduce_scatter of {part} {dtype} a rank"),
-            Call::AllReduce { dtype, len, reduction } => {
-                write!(f, "all_reduce ({reduction:?}) of {len} {dtype}")
-            }
-            Call::Broadcast { dtype, len, root } => write!(f, "broadcast from rank {root} of {len} {dtype}"),
-            Call::Exchange => write!(f, "exchange"),
-        }
-    }
-}
-
-impl Post {
-    fn buffers(&self) -> (&Buffer, &Buffer) {
-        match &self.payload {
-            Payload::Buffers(src, dst) => (src, dst),
-            Payload::Bytes(_) => unreachable!("calls of a complete slot agree"),
-        }
-    }
-
-    fn issued(&self) -> String {
-        format!("{} for {}", self.call, self.what)
-    }
 }
 
 impl Shared {
@@ -145,14 +112,15 @@ impl Shared {
     }
 
     /// Posts and sleeps until every rank has posted; then every rank's post, in rank order.
-    fn meet(&self, number: u64, rank: usize, post: Post) -> Result<Vec<Arc<Post>>> {
-        let (op, post) = (post.call.op(), Arc::new(post));
+    fn meet(&self, number: Number, rank: usize, post: Post) -> Result<Vec<Arc<Post>>> {
+        let (op, post) = (post.call.op(rank), Arc::new(post));
+        let slot_of_call = || Slot::new(self.size, &post.call.members(self.size));
         let started = Instant::now();
         let mut state = self.lock();
         if let Some(error) = &state.failed {
             return Err(error.clone());
         }
-        let slot = state.slots.entry(number).or_insert_with(|| Slot::new(self.size));
+        let slot = state.slots.entry(number).or_insert_with(slot_of_call);
         if let Some(error) = slot.mismatch(&self.name, rank, &post) {
             return Err(self.fail(&mut state, error));
         }
@@ -162,8 +130,8 @@ impl Shared {
             self.changed.notify_all();
         }
         loop {
-            let State { failed, gone, slots } = &mut *state;
-            let slot = slots.entry(number).or_insert_with(|| Slot::new(self.size));
+            let State { failed, gone, slots, .. } = &mut *state;
+            let slot = slots.entry(number).or_insert_with(slot_of_call);
             // A complete slot comes first: see the note on the module.
             if slot.missing(0).next().is_none() {
                 return Ok(slot.posts.iter().flatten().cloned().collect());
@@ -172,13 +140,11 @@ impl Shared {
             if let Some(error) = failed {
                 return Err(error.clone());
             }
-            let lost = slot.missing(0).find_map(|peer| {
-                let (from, why) = gone[peer]?;
-                (from <= number).then_some((peer, why))
-            });
+            let lost = slot.missing(0).find_map(|peer| Some((peer, gone[peer]?)));
             if let Some((peer, why)) = lost {
                 let (group, what, why) = (self.name.clone(), post.what.clone(), why.to_string());
-                let error = Error::PeerLost { rank, group, op, what, peer, why };
+                let seconds = started.elapsed().as_secs_f64();
+                let error = Error::PeerLost { rank, group, op, what, seconds, peer, why };
                 return Err(self.fail(&mut state, error));
             }
             let Some(left) = self.timeout.checked_sub(started.elapsed()).filter(|left| !left.is_zero())
@@ -194,7 +160,7 @@ impl Shared {
     }
 
     /// Sleeps until every rank has come to the meeting with this index (0 was the posting).
-    fn meet_again(&self, number: u64, rank: usize, meeting: usize) {
+    fn meet_again(&self, number: Number, rank: usize, meeting: usize) {
         let mut state = self.lock();
         let Some(slot) = state.slots.get_mut(&number) else { return };
         slot.met[rank] = slot.met[rank].max(meeting + 1);
@@ -212,8 +178,9 @@ impl Shared {
 }
 
 impl Slot {
-    fn new(size: usize) -> Self {
-        Slot { posts: vec![None; size], met: vec![0; size] }
+    fn new(size: usize, members: &[usize]) -> Self {
+        let met = |rank| if members.contains(&rank) { 0 } else { usize::MAX };
+        Slot { posts: vec![None; size], met: (0..size).map(met).collect() }
     }
 
     /// Ranks that have not come to the meeting.
@@ -233,7 +200,7 @@ impl Slot {
 /// A rank inside a complete slot. However it leaves, even in a panic, the others hear of it.
 struct Seat<'a> {
     shared: &'a Shared,
-    number: u64,
+    number: Number,
     rank: usize,
 }
 
@@ -249,30 +216,42 @@ impl Drop for Seat<'_> {
 
 /// A collective that was issued and has not run. If its stream drops it unrun, the peers must not wait for it.
 struct Ticket {
-    shared: Arc<Shared>,
-    number: u64,
-    rank: usize,
+    presence: Arc<Presence>,
+    number: Number,
     post: Option<Post>,
 }
 
 impl Ticket {
-    fn run(mut self) -> Result<()> {
-        let Some(post) = self.post.take() else { return Ok(()) };
-        let posts = self.shared.meet(self.number, self.rank, post)?;
-        let seat = Seat { shared: &self.shared, number: self.number, rank: self.rank };
+    fn run(mut self) -> Result<Vec<Vec<u8>>> {
+        let Some(post) = self.post.take() else { return Ok(Vec::new()) };
+        let Presence { shared, rank, .. } = &*self.presence;
+        let posts = shared.meet(self.number, *rank, post)?;
+        let seat = Seat { shared, number: self.number, rank: *rank };
+        if posts.iter().all(|post| matches!(post.payload, Payload::Bytes(_))) {
+            return Ok(posts.iter().map(|post| post.bytes().to_vec()).collect());
+        }
         // SAFETY: every rank is in the slot until the seat is left.
-        unsafe { carry_out(&seat, &posts) }
+        unsafe { carry_out(&seat, &posts)? };
+        Ok(Vec::new())
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(post) = self.post.take() else { return };
-        let (group, what) = (self.shared.name.clone(), post.what);
+        let Presence { shared, rank, .. } = &*self.presence;
+        let (rank, group, op) = (*rank, shared.name.clone(), post.call.op(*rank));
         let why = "its stream had failed before".to_string();
-        let error =
-            Error::PeerLost { rank: self.rank, group, op: post.call.op(), what, peer: self.rank, why };
-        self.shared.fail(&mut self.shared.lock(), error);
+        let error = Error::PeerLost { rank, group, op, what: post.what, seconds: 0.0, peer: rank, why };
+        shared.fail(&mut shared.lock(), error);
+    }
+}
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        let why = self.why.get().copied().unwrap_or("its group was dropped");
+        self.shared.lock().gone[self.rank] = Some(why);
+        self.shared.changed.notify_all();
     }
 }
 
@@ -281,7 +260,16 @@ impl Drop for Ticket {
 /// # Safety
 /// Posts are those of a complete slot, and no rank returns from it before all have carried out theirs.
 unsafe fn carry_out(seat: &Seat<'_>, posts: &[Arc<Post>]) -> Result<()> {
-    let (rank, size) = (seat.rank, posts.len());
+    let (rank, size) = (seat.rank, seat.shared.size);
+    if let Call::Transfer { from, to, .. } = posts[0].call {
+        // Posts are in the order of ranks.
+        let (sender, receiver) = if from < to { (&posts[0], &posts[1]) } else { (&posts[1], &posts[0]) };
+        if rank == to {
+            // SAFETY: the sender leaves its buffer alone; ours is ours.
+            unsafe { reduce::copy_bytes(sender.buffers().0, receiver.buffers().1) };
+        }
+        return Ok(());
+    }
     let (_, dst) = posts[rank].buffers();
     match posts[rank].call {
         Call::AllGather { part, .. } => {
@@ -316,24 +304,47 @@ unsafe fn carry_out(seat: &Seat<'_>, posts: &[Arc<Post>]) -> Result<()> {
             // SAFETY: nobody writes the root's buffer; everyone else writes its own.
             unsafe { reduce::copy_bytes(posts[root].buffers().0, dst) };
         }
-        Call::Exchange => unreachable!("an exchange has no buffers"),
+        Call::AllToAll { part, .. } => {
+            for (peer, post) in posts.iter().enumerate() {
+                let from = post.buffers().0.slice(rank * part, part)?;
+                // SAFETY: nobody writes a `src`, which is apart from every `dst`.
+                unsafe { reduce::copy_bytes(&from, &dst.slice(peer * part, part)?) };
+            }
+        }
+        Call::Exchange | Call::Barrier | Call::Transfer { .. } => unreachable!("not a collective on buffers"),
     }
     Ok(())
 }
 
 impl Local {
+    fn shared(&self) -> &Shared {
+        &self.presence.shared
+    }
+
     fn ticket(&self, post: Post) -> Result<Ticket> {
-        if let Some(error) = &self.shared.lock().failed {
+        if let Some(error) = &self.shared().lock().failed {
             return Err(error.clone());
         }
-        let number = self.issued.fetch_add(1, Ordering::Relaxed);
-        Ok(Ticket { shared: self.shared.clone(), number, rank: self.rank, post: Some(post) })
+        let next = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
+        let number = match post.call {
+            Call::Transfer { from, to, .. } => {
+                let counter = if from == self.rank() { &self.sent[to] } else { &self.received[from] };
+                Number::Message { from, to, number: next(counter) }
+            }
+            _ => Number::Collective(next(&self.issued)),
+        };
+        Ok(Ticket { presence: self.presence.clone(), number, post: Some(post) })
+    }
+
+    fn agree(&self, call: Call, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
+        let payload = Payload::Bytes(bytes.to_vec());
+        self.ticket(Post { call, what: what.to_string(), payload })?.run()
     }
 
     fn issue(&self, stream: &Stream, call: Call, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
         let Stream::Cpu(stream) = stream else {
             let what = format!("{what}: a group of local threads works on CPU streams only");
-            return Err(Error::Argument { op: call.op(), what });
+            return Err(Error::Argument { op: call.op(self.rank()), what });
         };
         let payload = Payload::Buffers(src.clone(), dst.clone());
         let ticket = self.ticket(Post { call, what: what.to_string(), payload })?;
@@ -342,7 +353,7 @@ impl Local {
         let failure = Arc::new(OnceLock::new());
         let (reported, name) = (failure.clone(), stream.name().to_string());
         let task = move || {
-            ticket.run().map_err(|error| {
+            ticket.run().map(|_| ()).map_err(|error| {
                 let what = error.to_string();
                 let _ = reported.set(error);
                 device::Error::Stream { stream: name, what }
@@ -355,15 +366,15 @@ impl Local {
 
 impl Group for Local {
     fn name(&self) -> &str {
-        &self.shared.name
+        &self.shared().name
     }
 
     fn rank(&self) -> usize {
-        self.rank
+        self.presence.rank
     }
 
     fn size(&self) -> usize {
-        self.shared.size
+        self.shared().size
     }
 
     fn all_gather(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
@@ -386,36 +397,61 @@ impl Group for Local {
     }
 
     fn broadcast(&self, stream: &Stream, buffer: &Buffer, root: usize, what: &str) -> Result<()> {
-        check_root(what, root, self)?;
+        check_root("broadcast", what, root, self)?;
         let call = Call::Broadcast { dtype: buffer.dtype(), len: buffer.len(), root };
         self.issue(stream, call, buffer, buffer, what)
     }
 
+    fn all_to_all(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
+        check_all_to_all(what, src, dst, self)?;
+        let call = Call::AllToAll { dtype: src.dtype(), part: src.len() / self.size() };
+        self.issue(stream, call, src, dst, what)
+    }
+
+    fn send(&self, stream: &Stream, src: &Buffer, to: usize, what: &str) -> Result<()> {
+        check_peer("send", what, to, self)?;
+        let call = Call::Transfer { dtype: src.dtype(), len: src.len(), from: self.rank(), to };
+        self.issue(stream, call, src, src, what)
+    }
+
+    fn receive(&self, stream: &Stream, dst: &Buffer, from: usize, what: &str) -> Result<()> {
+        check_peer("receive", what, from, self)?;
+        let call = Call::Transfer { dtype: dst.dtype(), len: dst.len(), from, to: self.rank() };
+        self.issue(stream, call, dst, dst, what)
+    }
+
     fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
-        let payload = Payload::Bytes(bytes.to_vec());
-        let mut ticket = self.ticket(Post { call: Call::Exchange, what: what.to_string(), payload })?;
-        let Some(post) = ticket.post.take() else { return Ok(Vec::new()) };
-        let posts = self.shared.meet(ticket.number, self.rank, post)?;
-        let _seat = Seat { shared: &self.shared, number: ticket.number, rank: self.rank };
-        let bytes = |post: &Arc<Post>| match &post.payload {
-            Payload::Bytes(bytes) => bytes.clone(),
-            Payload::Buffers(..) => unreachable!("calls of a complete slot agree"),
-        };
-        Ok(posts.iter().map(bytes).collect())
+        self.agree(Call::Exchange, bytes, what)
+    }
+
+    fn barrier(&self, what: &str) -> Result<()> {
+        self.agree(Call::Barrier, &[], what).map(|_| ())
+    }
+
+    fn split(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let Some(rank) = agree_on_split(self, ranks, name)? else { return Ok(None) };
+        let mut state = self.shared().lock();
+        let make = || group(name, ranks.len(), self.shared().timeout).into_iter().map(Some).collect();
+        // Who comes first makes the sub-group for all of them; who comes last clears up.
+        let handles = state.halves.entry((number, ranks[0])).or_insert_with(make);
+        let mine = handles[rank].take();
+        if handles.iter().all(Option::is_none) {
+            state.halves.remove(&(number, ranks[0]));
+        }
+        Ok(mine)
     }
 }
 
 impl Drop for Local {
     fn drop(&mut self) {
         let why = if std::thread::panicking() { "its thread panicked" } else { "its handle was dropped" };
-        let from = self.issued.load(Ordering::Relaxed);
-        self.shared.lock().gone[self.rank] = Some((from, why));
-        self.shared.changed.notify_all();
+        let _ = self.presence.why.set(why);
     }
 }
 
 impl fmt::Debug for Local {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Local({}, rank {} of {})", self.shared.name, self.rank, self.shared.size)
+        write!(f, "Local({}, rank {} of {})", self.name(), self.rank(), self.size())
     }
 }

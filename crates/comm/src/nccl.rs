@@ -6,13 +6,14 @@
 //!
 //! Sums are NCCL's: deterministic for a given topology, but not in rank order as elsewhere.
 
-use crate::group::{check_parts, check_root};
+use crate::group::{agree_on_split, check_all_to_all, check_parts, check_peer, check_root};
 use crate::store::{Exchange, Store};
 use crate::{Error, Group, Reduction, Result, reduce};
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use device::{Buffer, Dtype, Stream};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -99,6 +100,10 @@ functions! {
         fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> Code;
     broadcast = "ncclBroadcast":
         fn(*const c_void, *mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> Code;
+    send = "ncclSend": fn(*const c_void, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> Code;
+    receive = "ncclRecv": fn(*mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> Code;
+    group_start = "ncclGroupStart": fn() -> Code;
+    group_end = "ncclGroupEnd": fn() -> Code;
 }
 
 fn api() -> Result<&'static Api> {
@@ -153,7 +158,10 @@ pub struct Nccl {
     rank: usize,
     size: usize,
     api: &'static Api,
+    store: Arc<Store>,
     exchange: Exchange,
+    timeout: Duration,
+    splits: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -177,11 +185,23 @@ impl Nccl {
         size: usize,
         timeout: Duration,
     ) -> Result<Arc<dyn Group>> {
+        Self::join_in(store, name, name, rank, size, timeout)
+    }
+
+    /// `scope` is the group's name in the store, `name` the one that users see.
+    fn join_in(
+        store: Arc<Store>,
+        scope: &str,
+        name: &str,
+        rank: usize,
+        size: usize,
+        timeout: Duration,
+    ) -> Result<Arc<dyn Group>> {
         if rank >= size {
             let what = format!("there is no rank {rank} in a group of {size}");
             return Err(Error::Argument { op: "Nccl::join", what });
         }
-        let exchange = Exchange::new(store, name, rank, size, timeout);
+        let exchange = Exchange::new(store.clone(), scope, rank, size, timeout);
         let prepared = prepare(name, rank);
         let (api, id) = agree(&exchange, prepared, name, rank)?;
         let mut comm: ncclComm_t = std::ptr::null_mut();
@@ -195,7 +215,8 @@ impl Nccl {
             return Err(Error::Nccl { call: "ncclCommInitRankConfig", rank, group, what });
         }
         let state = Mutex::new(State { comm, failed: None });
-        Ok(Arc::new(Nccl { name: name.to_string(), rank, size, api, exchange, state }))
+        let (name, splits) = (name.to_string(), AtomicU64::new(0));
+        Ok(Arc::new(Nccl { name, rank, size, api, store, exchange, timeout, splits, state }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -271,7 +292,7 @@ fn agree(
     let all = all?;
     let lost = |peer: usize, why: String| {
         let (group, what) = (name.to_string(), "the communicator".to_string());
-        Error::PeerLost { rank, group, op: "Nccl::join", what, peer, why }
+        Error::PeerLost { rank, group, op: "Nccl::join", what, seconds: 0.0, peer, why }
     };
     for (peer, message) in all.iter().enumerate() {
         if message.first() != Some(&READY) {
@@ -345,13 +366,66 @@ impl Group for Nccl {
     }
 
     fn broadcast(&self, stream: &Stream, buffer: &Buffer, root: usize, what: &str) -> Result<()> {
-        check_root(what, root, self)?;
+        check_root("broadcast", what, root, self)?;
         let address = buffer.address() as *mut c_void;
         self.issue("ncclBroadcast", stream, buffer.len(), what, |api, comm, stream| {
             let (dtype, root) = (data_type(buffer.dtype()), root as c_int);
             // SAFETY: see above.
             unsafe { (api.broadcast)(address, address, buffer.len(), dtype, root, comm, stream) }
         })
+    }
+
+    fn all_to_all(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
+        check_all_to_all(what, src, dst, self)?;
+        let (part, dtype) = (src.len() / self.size, data_type(src.dtype()));
+        let bytes = part * src.dtype().bytes();
+        let (from, to) = (src.address(), dst.address());
+        self.issue("ncclSend and ncclRecv", stream, part, what, |api, comm, stream| {
+            // SAFETY: see above. Calls between start and end are issued together, so that none waits for
+            // one that follows it; the end is called whatever became of them.
+            unsafe {
+                let mut code = (api.group_start)();
+                for peer in 0..self.size {
+                    let (out, into) =
+                        ((from + peer * bytes) as *const c_void, (to + peer * bytes) as *mut c_void);
+                    if code == SUCCESS {
+                        code = (api.send)(out, part, dtype, peer as c_int, comm, stream);
+                    }
+                    if code == SUCCESS {
+                        code = (api.receive)(into, part, dtype, peer as c_int, comm, stream);
+                    }
+                }
+                let ended = (api.group_end)();
+                if code == SUCCESS { ended } else { code }
+            }
+        })
+    }
+
+    fn send(&self, stream: &Stream, src: &Buffer, to: usize, what: &str) -> Result<()> {
+        check_peer("send", what, to, self)?;
+        self.issue("ncclSend", stream, src.len(), what, |api, comm, stream| {
+            let (from, dtype) = (src.address() as *const c_void, data_type(src.dtype()));
+            // SAFETY: see above.
+            unsafe { (api.send)(from, src.len(), dtype, to as c_int, comm, stream) }
+        })
+    }
+
+    fn receive(&self, stream: &Stream, dst: &Buffer, from: usize, what: &str) -> Result<()> {
+        check_peer("receive", what, from, self)?;
+        self.issue("ncclRecv", stream, dst.len(), what, |api, comm, stream| {
+            let (to, dtype) = (dst.address() as *mut c_void, data_type(dst.dtype()));
+            // SAFETY: see above.
+            unsafe { (api.receive)(to, dst.len(), dtype, from as c_int, comm, stream) }
+        })
+    }
+
+    /// A new communicator: unlike ncclCommSplit, which all ranks of this one would have to enter together, it
+    /// is met through the store, where a rank that does not come is named.
+    fn split(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let Some(rank) = agree_on_split(self, ranks, name)? else { return Ok(None) };
+        let scope = format!("{}/split {number} at {}", self.exchange.scope(), ranks[0]);
+        Nccl::join_in(self.store.clone(), &scope, name, rank, ranks.len(), self.timeout).map(Some)
     }
 
     fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {

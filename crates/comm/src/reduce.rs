@@ -13,8 +13,8 @@ trait Reduce: Element {
     type Sum: Copy + Default;
     fn load(from: &[Self], into: &mut [Self::Sum]);
     fn store(from: &[Self::Sum], into: &mut [Self]);
-    fn add(sums: &mut [Self::Sum], values: &[Self::Sum]);
-    fn max(sums: &mut [Self::Sum], values: &[Self::Sum]);
+    /// `scratch` has room for `values` as sums.
+    fn fold(sums: &mut [Self::Sum], values: &[Self], scratch: &mut [Self::Sum], reduction: Reduction);
 }
 
 fn zip_with<T: Copy>(sums: &mut [T], values: &[T], f: impl Fn(T, T) -> T) {
@@ -23,49 +23,51 @@ fn zip_with<T: Copy>(sums: &mut [T], values: &[T], f: impl Fn(T, T) -> T) {
     }
 }
 
-macro_rules! reduce {
-    ($type:ty, $sum:ty, $load:expr, $store:expr, $add:expr, $max:expr) => {
+/// Types that are summed as they are.
+macro_rules! reduce_plain {
+    ($type:ty, $add:expr, $max:expr) => {
         impl Reduce for $type {
-            type Sum = $sum;
-            fn load(from: &[Self], into: &mut [$sum]) {
-                $load(from, into)
+            type Sum = $type;
+            fn load(from: &[Self], into: &mut [Self]) {
+                into.copy_from_slice(from);
             }
-            fn store(from: &[$sum], into: &mut [Self]) {
-                $store(from, into)
+            fn store(from: &[Self], into: &mut [Self]) {
+                into.copy_from_slice(from);
             }
-            fn add(sums: &mut [$sum], values: &[$sum]) {
-                zip_with(sums, values, $add)
-            }
-            fn max(sums: &mut [$sum], values: &[$sum]) {
-                zip_with(sums, values, $max)
+            fn fold(sums: &mut [Self], values: &[Self], _: &mut [Self], reduction: Reduction) {
+                match reduction {
+                    Reduction::Sum => zip_with(sums, values, $add),
+                    Reduction::Max => zip_with(sums, values, $max),
+                }
             }
         }
     };
 }
 
-fn copy<T: Copy>(from: &[T], into: &mut [T]) {
-    into.copy_from_slice(from);
+/// Types that are summed in f32 and rounded once.
+macro_rules! reduce_half {
+    ($type:ty) => {
+        impl Reduce for $type {
+            type Sum = f32;
+            fn load(from: &[Self], into: &mut [f32]) {
+                from.convert_to_f32_slice(into);
+            }
+            fn store(from: &[f32], into: &mut [Self]) {
+                into.convert_from_f32_slice(from);
+            }
+            fn fold(sums: &mut [f32], values: &[Self], scratch: &mut [f32], reduction: Reduction) {
+                values.convert_to_f32_slice(scratch);
+                f32::fold(sums, scratch, &mut [], reduction);
+            }
+        }
+    };
 }
 
 // A maximum passes over NaN, as NCCL's does.
-reduce!(f32, f32, copy, copy, |a, b| a + b, f32::max);
-reduce!(i32, i32, copy, copy, i32::wrapping_add, Ord::max);
-reduce!(
-    bf16,
-    f32,
-    |from: &[bf16], into: &mut [f32]| from.convert_to_f32_slice(into),
-    |from: &[f32], into: &mut [bf16]| into.convert_from_f32_slice(from),
-    |a, b| a + b,
-    f32::max
-);
-reduce!(
-    f16,
-    f32,
-    |from: &[f16], into: &mut [f32]| from.convert_to_f32_slice(into),
-    |from: &[f32], into: &mut [f16]| into.convert_from_f32_slice(from),
-    |a, b| a + b,
-    f32::max
-);
+reduce_plain!(f32, |a, b| a + b, f32::max);
+reduce_plain!(i32, i32::wrapping_add, Ord::max);
+reduce_half!(bf16);
+reduce_half!(f16);
 
 pub(crate) fn supports(op: &'static str, dtype: Dtype) -> Result<()> {
     match dtype {
@@ -80,46 +82,57 @@ pub(crate) fn supports(op: &'static str, dtype: Dtype) -> Result<()> {
 /// All buffers are in host memory, of `dst`'s dtype and length; nobody writes the sources and nobody else
 /// touches `dst` until this returns.
 pub(crate) unsafe fn reduce(sources: &[Buffer], dst: &Buffer, reduction: Reduction) -> device::Result<()> {
+    let addresses: Vec<usize> = sources.iter().map(Buffer::address).collect();
+    // SAFETY: the caller's promise is passed on; buffers are aligned for their elements.
+    unsafe { reduce_at(&addresses, dst.address(), dst.len(), dst.dtype(), reduction) }
+}
+
+/// [`reduce`] of `len` elements at bare addresses.
+///
+/// # Safety
+/// Each address is that of `len` elements in host memory, aligned for them; nobody writes the sources and
+/// nobody else touches the destination until this returns. The destination may be one of the sources.
+pub(crate) unsafe fn reduce_at(
+    sources: &[usize],
+    dst: usize,
+    len: usize,
+    dtype: Dtype,
+    reduction: Reduction,
+) -> device::Result<()> {
     // SAFETY: the caller's promise is passed on.
     unsafe {
-        match dst.dtype() {
-            Dtype::F32 => reduce_as::<f32>(sources, dst, reduction),
-            Dtype::Bf16 => reduce_as::<bf16>(sources, dst, reduction),
-            Dtype::F16 => reduce_as::<f16>(sources, dst, reduction),
-            Dtype::I32 => reduce_as::<i32>(sources, dst, reduction),
-            dtype @ Dtype::U8 => Err(Error::Unsupported { op: "reduce", dtype }),
+        match dtype {
+            Dtype::F32 => reduce_as::<f32>(sources, dst, len, reduction),
+            Dtype::Bf16 => reduce_as::<bf16>(sources, dst, len, reduction),
+            Dtype::F16 => reduce_as::<f16>(sources, dst, len, reduction),
+            Dtype::I32 => reduce_as::<i32>(sources, dst, len, reduction),
+            Dtype::U8 => return Err(Error::Unsupported { op: "reduce", dtype }),
         }
     }
+    Ok(())
 }
 
 /// # Safety
-/// As for [`reduce`].
-unsafe fn reduce_as<T: Reduce>(sources: &[Buffer], dst: &Buffer, reduction: Reduction) -> device::Result<()> {
-    let mut sums = vec![T::Sum::default(); SLICE.min(dst.len())];
-    let mut values = sums.clone();
-    for start in (0..dst.len()).step_by(SLICE) {
-        let len = SLICE.min(dst.len() - start);
-        let (sums, values) = (&mut sums[..len], &mut values[..len]);
+/// As for [`reduce_at`].
+unsafe fn reduce_as<T: Reduce>(sources: &[usize], dst: usize, len: usize, reduction: Reduction) {
+    let mut sums = vec![T::Sum::default(); SLICE.min(len)];
+    let mut scratch = sums.clone();
+    for start in (0..len).step_by(SLICE) {
+        let len = SLICE.min(len - start);
+        let (sums, scratch) = (&mut sums[..len], &mut scratch[..len]);
+        let offset = start * size_of::<T>();
         for (index, source) in sources.iter().enumerate() {
-            let source = source.slice(start, len)?;
-            // SAFETY: host memory that nobody writes now; `dst`, which may be this source, is borrowed only
-            // after the last source was read.
-            let elements = unsafe { source.host_slice::<T>() };
-            if index == 0 {
-                T::load(elements, sums);
-                continue;
-            }
-            T::load(elements, values);
-            match reduction {
-                Reduction::Sum => T::add(sums, values),
-                Reduction::Max => T::max(sums, values),
+            // SAFETY: host memory that nobody writes now; the destination, which may be this source, is
+            // borrowed only after the last source was read.
+            let elements = unsafe { std::slice::from_raw_parts((source + offset) as *const T, len) };
+            match index {
+                0 => T::load(elements, sums),
+                _ => T::fold(sums, elements, scratch, reduction),
             }
         }
-        let out = dst.slice(start, len)?;
-        // SAFETY: only we touch `dst`, and no slice of a source is alive.
-        T::store(sums, unsafe { out.host_slice_mut::<T>() });
+        // SAFETY: only we touch the destination, and no slice of a source is alive.
+        T::store(sums, unsafe { std::slice::from_raw_parts_mut((dst + offset) as *mut T, len) });
     }
-    Ok(())
 }
 
 /// Bytes from one host buffer to another of the same size; nothing when they are the same.

@@ -1,4 +1,4 @@
-use crate::group::{check_parts, check_root};
+use crate::group::{agree_on_split, check_all_to_all, check_parts, check_peer, check_root};
 use crate::{Group, Reduction, Result, reduce};
 use device::{Buffer, Device, Stream};
 use std::sync::Arc;
@@ -52,10 +52,28 @@ impl Group for Solo {
     }
 
     fn broadcast(&self, _: &Stream, _: &Buffer, root: usize, what: &str) -> Result<()> {
-        check_root(what, root, self)
+        check_root("broadcast", what, root, self)
+    }
+
+    fn all_to_all(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
+        check_all_to_all(what, src, dst, self)?;
+        self.copy(stream, src, dst)
+    }
+
+    fn send(&self, _: &Stream, _: &Buffer, to: usize, what: &str) -> Result<()> {
+        check_peer("send", what, to, self)
+    }
+
+    fn receive(&self, _: &Stream, _: &Buffer, from: usize, what: &str) -> Result<()> {
+        check_peer("receive", what, from, self)
     }
 
     fn exchange(&self, bytes: &[u8], _: &str) -> Result<Vec<Vec<u8>>> {
         Ok(vec![bytes.to_vec()])
+    }
+
+    fn split(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
+        let rank = agree_on_split(self, ranks, name)?;
+        Ok(rank.map(|_| Arc::new(Solo::new(name, self.device.clone())) as Arc<dyn Group>))
     }
 }

@@ -38,6 +38,25 @@ fn every_collective_at_every_size() {
 }
 
 #[test]
+fn random_calls_on_random_sub_groups() {
+    for size in [1, 2, 4, 5] {
+        in_threads(local::group("world", size, LONG), |rank| {
+            (0..3).for_each(|seed| conformance::random(&rank, seed, 60));
+        });
+    }
+}
+
+#[test]
+fn large_buffers() {
+    in_threads(local::group("world", 3, LONG), |rank| conformance::large(&rank));
+}
+
+#[test]
+fn a_mesh_has_a_group_per_axis() {
+    in_threads(local::group("world", 8, LONG), |rank| conformance::mesh(rank.group));
+}
+
+#[test]
 fn many_in_flight_and_on_two_streams() {
     in_threads(local::group("world", 3, LONG), |rank: Rank| {
         let one = rank.buffer_of(&[1.0f32]);

@@ -23,6 +23,20 @@ impl Exchange {
         Exchange { store, group: group.to_string(), scope, rank, size, timeout, issued: AtomicU64::new(0) }
     }
 
+    /// Where its keys are: a name that no other group of this store has or had.
+    pub(crate) fn scope(&self) -> &str {
+        &self.scope
+    }
+
+    /// Fails where this rank of this group was taken already: two processes were started as the same one.
+    pub fn claim(&self) -> Result<()> {
+        if self.store.add(&format!("{}/rank {}", self.scope, self.rank), 1)? == 1 {
+            return Ok(());
+        }
+        let what = format!("there are two ranks {} in {}", self.rank, self.group);
+        Err(Error::Argument { op: "join", what })
+    }
+
     /// Every rank's bytes, in rank order.
     pub fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
         let number = self.issued.fetch_add(1, Ordering::Relaxed);

@@ -8,9 +8,9 @@ mod wire;
 pub use exchange::Exchange;
 pub use server::Server;
 
-use crate::{Error, Result};
+use crate::{Error, Result, secret};
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -33,6 +33,8 @@ pub struct Store {
     /// Ranks that say goodbye in [`Store::finish`].
     world: usize,
     server: Option<Server>,
+    /// Shown to the server, which is ours and demands it.
+    secret: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
@@ -48,7 +50,9 @@ pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Resu
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true");
     let server = if rank == 0 && !agent_serves { Some(serve_for(address)?) } else { None };
-    let mut store = Store::connect(address, timeout)?;
+    // PyTorch's servers know nothing of secrets.
+    let secret = if agent_serves { None } else { secret::from_environment() };
+    let mut store = Store::connect_with(address, timeout, secret)?;
     store.server = server;
     store.world = world;
     // The agent's store outlives a restart of the workers; keys of the attempt before must not be found.
@@ -59,7 +63,7 @@ pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Resu
 /// Serves at `address` itself where that is this machine's, so that a run on one machine listens on the
 /// loopback only; behind a translated address, everywhere.
 fn serve_for(address: &str) -> Result<Server> {
-    let first = match Server::start(address) {
+    let first = match Store::serve(address) {
         Ok(server) => return Ok(server),
         Err(error) => error,
     };
@@ -70,25 +74,45 @@ fn serve_for(address: &str) -> Result<Server> {
         Err(e) => e.kind() == io::ErrorKind::AddrNotAvailable,
     });
     match port.filter(|_| elsewhere) {
-        Some(port) => Server::start(("0.0.0.0", port)),
+        Some(port) => Store::serve(("0.0.0.0", port)),
         None => Err(first),
     }
 }
 
 impl Store {
-    /// Starts a server; port 0 lets the system choose one.
+    /// Starts a server; port 0 lets the system choose one. Where `SHARDLOOM_SECRET` is set, it serves only
+    /// those who know it.
     pub fn serve(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Server> {
-        Server::start(address)
+        Server::start(address, secret::from_environment())
     }
 
-    /// Connects to `address` (host:port), trying until it works or `timeout` has passed.
+    /// A server that demands this secret, or none.
+    pub fn serve_with(
+        address: impl ToSocketAddrs + std::fmt::Debug,
+        secret: Option<Vec<u8>>,
+    ) -> Result<Server> {
+        Server::start(address, secret)
+    }
+
+    /// Connects to `address` (host:port), trying until it works or `timeout` has passed; to one of our own
+    /// servers, where `SHARDLOOM_SECRET` is set.
     pub fn connect(address: &str, timeout: Duration) -> Result<Self> {
+        Self::connect_with(address, timeout, secret::from_environment())
+    }
+
+    /// The same, with this secret or none.
+    pub fn connect_with(address: &str, timeout: Duration, secret: Option<Vec<u8>>) -> Result<Self> {
         let started = Instant::now();
         let mut pause = Duration::from_millis(10);
         for attempt in 1u64.. {
             let left = timeout.saturating_sub(started.elapsed());
-            let failure = match dial(address, left.max(SHORTEST), timeout.max(SHORTEST)) {
-                Ok(stream) => return Ok(Self::over(stream, address, timeout.max(SHORTEST))),
+            let dialed = dial(address, left.max(SHORTEST), timeout.max(SHORTEST), secret.as_deref());
+            let failure = match dialed {
+                Ok(stream) => return Ok(Self::over(stream, address, timeout.max(SHORTEST), secret)),
+                // It is there, and will not change its mind.
+                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(Error::Store { address: address.to_string(), what: e.to_string() });
+                }
                 Err(failure) => failure,
             };
             if started.elapsed() + pause >= timeout {
@@ -102,7 +126,7 @@ impl Store {
         unreachable!("attempts do not run out")
     }
 
-    fn over(stream: TcpStream, address: &str, timeout: Duration) -> Self {
+    fn over(stream: TcpStream, address: &str, timeout: Duration, secret: Option<Vec<u8>>) -> Self {
         Store {
             address: address.to_string(),
             timeout,
@@ -111,7 +135,24 @@ impl Store {
             scopes: Mutex::default(),
             world: 1,
             server: None,
+            secret,
         }
+    }
+
+    /// A second connection to the same keys, for one who must not wait behind others.
+    pub(crate) fn another(&self, timeout: Duration) -> Result<Self> {
+        let mut store = Self::connect_with(&self.address, timeout, self.secret.clone())?;
+        store.prefix = self.prefix.clone();
+        Ok(store)
+    }
+
+    /// The address of this machine by which it reaches the store.
+    pub(crate) fn local_ip(&self) -> Result<std::net::IpAddr> {
+        let address = self.lock().stream.local_addr();
+        address.map(|address| address.ip()).map_err(|e| Error::Store {
+            address: self.address.clone(),
+            what: format!("the connection has no local address: {e}"),
+        })
     }
 
     pub fn address(&self) -> &str {
@@ -272,7 +313,12 @@ fn is_timeout(error: &io::Error) -> bool {
 
 /// One attempt of at most `timeout` per address: connects, greets, and sees that it is a store that answers.
 /// Later answers may take `patience`.
-fn dial(address: &str, timeout: Duration, patience: Duration) -> io::Result<TcpStream> {
+fn dial(
+    address: &str,
+    timeout: Duration,
+    patience: Duration,
+    secret: Option<&[u8]>,
+) -> io::Result<TcpStream> {
     let mut failure = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for resolved in address.to_socket_addrs()? {
         let greeted = TcpStream::connect_timeout(&resolved, timeout).and_then(|mut stream| {
@@ -280,9 +326,19 @@ fn dial(address: &str, timeout: Duration, patience: Duration) -> io::Result<TcpS
             stream.set_read_timeout(Some(timeout))?;
             stream.set_write_timeout(Some(patience))?;
             Message::new(wire::VALIDATE).u32(wire::MAGIC).send(&mut stream)?;
+            if let Some(secret) = secret {
+                show(&mut stream, secret)?;
+            }
             let nonce = std::process::id();
             Message::new(wire::PING).u32(nonce).send(&mut stream)?;
-            if wire::read_u32(&mut stream)? != nonce {
+            let answer = wire::read_u32(&mut stream).map_err(|e| match e.kind() {
+                io::ErrorKind::UnexpectedEof => io::Error::new(
+                    e.kind(),
+                    format!("refused; is {} another there than here?", secret::VARIABLE),
+                ),
+                _ => e,
+            })?;
+            if answer != nonce {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "what answers there is not a store"));
             }
             stream.set_read_timeout(Some(patience))?;
@@ -294,4 +350,22 @@ fn dial(address: &str, timeout: Duration, patience: Duration) -> io::Result<TcpS
         }
     }
     Err(failure)
+}
+
+/// Shows that we know the secret, and sees that the server does.
+fn show(stream: &mut TcpStream, secret: &[u8]) -> io::Result<()> {
+    let mine = secret::nonce()?;
+    stream.write_all(&[&[wire::SECRET], &mine[..]].concat())?;
+    let theirs: [u8; 32] = wire::read_array(stream).map_err(|e| denied(&e))?;
+    stream.write_all(&secret::prove(secret, &[b"store client", &mine, &theirs]))?;
+    let answer = wire::read_array(stream).map_err(|e| denied(&e))?;
+    if !secret::same(&answer, &secret::prove(secret, &[b"store server", &mine, &theirs])) {
+        return Err(denied(&"it does not know the job's secret"));
+    }
+    Ok(())
+}
+
+fn denied(why: &dyn std::fmt::Display) -> io::Error {
+    let what = format!("it refused the job's secret ({}): {why}", secret::VARIABLE);
+    io::Error::new(io::ErrorKind::PermissionDenied, what)
 }

@@ -4,7 +4,7 @@
 //! cancellation or the end; whoever sets the last missing key answers the waiting connection.
 
 use super::wire::{self, Message};
-use crate::{Error, Result};
+use crate::{Error, Result, secret};
 use std::collections::HashMap;
 use std::io::{self, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -42,7 +42,10 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
 }
 
 impl Server {
-    pub(super) fn start(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
+    pub(super) fn start(
+        address: impl ToSocketAddrs + std::fmt::Debug,
+        secret: Option<Vec<u8>>,
+    ) -> Result<Self> {
         let error = |e: io::Error| Error::Store {
             address: format!("{address:?}"),
             what: format!("cannot listen there: {e}"),
@@ -51,8 +54,9 @@ impl Server {
         let bound = listener.local_addr().map_err(error)?;
         let table = Arc::new(Mutex::new(Table::default()));
         let shared = table.clone();
-        let acceptor =
-            std::thread::Builder::new().name("store".into()).spawn(move || accept(&listener, &shared));
+        let acceptor = std::thread::Builder::new()
+            .name("store".into())
+            .spawn(move || accept(&listener, &shared, secret.map(Arc::new)));
         Ok(Server { address: bound, table, acceptor: Some(acceptor.map_err(error)?) })
     }
 
@@ -87,7 +91,7 @@ impl Drop for Server {
     }
 }
 
-fn accept(listener: &TcpListener, table: &Arc<Mutex<Table>>) {
+fn accept(listener: &TcpListener, table: &Arc<Mutex<Table>>, secret: Option<Arc<Vec<u8>>>) {
     for id in 0.. {
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
@@ -100,10 +104,10 @@ fn accept(listener: &TcpListener, table: &Arc<Mutex<Table>>) {
         if lock(table).ending {
             return;
         }
-        let shared = table.clone();
+        let (shared, secret) = (table.clone(), secret.clone());
         // Without a thread for it the connection is closed, and the peer tries again.
         let _ = std::thread::Builder::new().name("store connection".into()).spawn(move || {
-            let _ = serve(id, stream, &shared);
+            let _ = serve(id, stream, &shared, secret.as_deref().map(Vec::as_slice));
             if let Some(connection) = lock(&shared).connections.remove(&id) {
                 let _ = connection.stream.shutdown(std::net::Shutdown::Both);
             }
@@ -112,7 +116,7 @@ fn accept(listener: &TcpListener, table: &Arc<Mutex<Table>>) {
 }
 
 /// Answers one connection until it ends or says something that is not the protocol.
-fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
+fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>, secret: Option<&[u8]>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(GREETING))?;
     // A peer that does not read its answers must not hold up the others.
@@ -120,6 +124,11 @@ fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
     let mut from = BufReader::new(stream.try_clone()?);
     if wire::read_u8(&mut from)? != wire::VALIDATE || wire::read_u32(&mut from)? != wire::MAGIC {
         return Ok(());
+    }
+    if let Some(secret) = secret {
+        if !knows(secret, &mut from, &stream)? {
+            return Ok(());
+        }
     }
     stream.set_read_timeout(None)?;
     {
@@ -135,6 +144,21 @@ fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
         let Some(answer) = answer(op, id, &mut from, table)? else { return Ok(()) };
         answer.send(&mut to)?;
     }
+}
+
+/// Whether the client knows the secret; if so, it is shown that we do.
+fn knows(secret: &[u8], from: &mut BufReader<TcpStream>, mut to: &TcpStream) -> io::Result<bool> {
+    if wire::read_u8(from)? != wire::SECRET {
+        return Ok(false);
+    }
+    let (theirs, mine): ([u8; 32], _) = (wire::read_array(from)?, secret::nonce()?);
+    to.write_all(&mine)?;
+    let proof = wire::read_array(from)?;
+    if !secret::same(&proof, &secret::prove(secret, &[b"store client", &theirs, &mine])) {
+        return Ok(false);
+    }
+    to.write_all(&secret::prove(secret, &[b"store server", &theirs, &mine]))?;
+    Ok(true)
 }
 
 /// Carries out one request. None: no such request.

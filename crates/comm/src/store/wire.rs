@@ -21,6 +21,8 @@ pub const MULTI_GET: u8 = 10;
 pub const MULTI_SET: u8 = 11;
 pub const CANCEL_WAIT: u8 = 12;
 pub const PING: u8 = 13;
+/// Ours alone, and only where the job has a secret: a nonce; nonce; proof; proof.
+pub const SECRET: u8 = 0x53;
 
 /// Answers to CHECK.
 pub const READY: u8 = 0;
@@ -33,7 +35,7 @@ fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
+pub fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     from.read_exact(&mut bytes)?;
     Ok(bytes)
