@@ -84,7 +84,7 @@ fn workers_find_torchruns_environment() {
                  TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS";
     let script = format!(
         "for n in {names}; do eval v=\\$$n; all=\"$all $v\"; done; echo $all; \
-         echo $SHARDLOOM_SECRET ${{#SHARDLOOM_SECRET}} $MASTER_PORT >&2; basename $TORCHELASTIC_ERROR_FILE >&2"
+         echo all $SHARDLOOM_SECRET ${{#SHARDLOOM_SECRET}} $MASTER_PORT >&2; basename $TORCHELASTIC_ERROR_FILE >&2"
     );
     let ended = run("--nproc-per-node 2 --role r --max-restarts 3 --rdzv-id job", &script);
     let rest = "127.0.0.1 0 3 job True 1";
@@ -105,6 +105,11 @@ fn what_the_user_set_stays_and_defaults_come_from_the_environment() {
     let ended = ended(command.output().unwrap());
     let line = format!("5 2 {port}");
     assert_eq!(ended.stdout.lines().collect::<Vec<_>>(), [&line, &line], "{}", ended.stderr);
+    for (value, len) in [("1", 32), ("0", 4)] {
+        let mut standalone = launch("", "echo ${#TORCHELASTIC_RUN_ID}");
+        let standalone = self::ended(standalone.env("PET_STANDALONE", value).output().unwrap());
+        assert_eq!(standalone.stdout, format!("{len}\n"), "{}", standalone.stderr);
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ use super::logs::{LogPlan, Std};
 use super::machine;
 use crate::{Error, Result};
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ pub struct Flags {
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", default_value = "", value_name = "KEY=VALUE,…")]
     rdzv_conf: String,
     /// One node, a free port, a name of its own
-    #[arg(long, env = "PET_STANDALONE")]
+    #[arg(long, env = "PET_STANDALONE", value_parser = FalseyValueParser::new())]
     standalone: bool,
     /// How often all ranks are started again after one failed
     #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", default_value_t = 0)]
@@ -43,7 +44,7 @@ pub struct Flags {
     #[arg(long, env = "PET_ROLE", default_value = "default")]
     role: String,
     /// Accepted: the command is always run as it stands
-    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON")]
+    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
     /// Folder for the workers' logs
     #[arg(long, alias = "log_dir", env = "PET_LOG_DIR")]

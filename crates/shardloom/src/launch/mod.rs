@@ -70,7 +70,8 @@ impl Launcher<'_> {
                 Ok(Outcome::Done) => return Ok(()),
                 Ok(Outcome::Failed(failures)) => (self.first_of(&failures, attempt), false),
                 Ok(Outcome::PeerFailed(what)) => (Error::Launch(what), false),
-                Ok(Outcome::PeerLost(what)) => (Error::Launch(what), true),
+                // The other nodes notice by themselves, and this one may be unable to tell them.
+                Ok(Outcome::PeerLost(what)) => return Err(Error::Launch(what)),
                 Ok(Outcome::Signal(signal)) => {
                     let what = format!("{} ended the job on {}", signal_name(signal), self.job.host);
                     (Error::Launch(what), true)

@@ -127,7 +127,8 @@ impl Rendezvous {
             secret,
         };
         let peers = Peers {
-            store: Arc::new(store),
+            // Whoever is met answers soon, or is lost.
+            store: Store::connect(&address, job.conf.keep_alive)?,
             address,
             node_rank,
             nodes,
@@ -375,7 +376,7 @@ fn fingerprint(secret: &str) -> u64 {
 /// The other nodes, once met.
 #[derive(Debug)]
 struct Peers {
-    store: Arc<Store>,
+    store: Store,
     address: String,
     node_rank: usize,
     nodes: Vec<Node>,
