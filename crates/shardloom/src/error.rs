@@ -19,6 +19,9 @@ pub enum Error {
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 
+    #[error("the loader of training data ended early (see its message above)")]
+    Loader,
+
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
 
