@@ -86,8 +86,8 @@ impl<'a> Job<'a> {
         let mut sinks = self.sinks(rank, steps)?;
         let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
         let mut loader = Loader::start(stream, share, Cursor::default(), steps)?;
+        let (mut start, mut reported) = (Instant::now(), 0);
         for step in 1..=steps {
-            let start = Instant::now();
             let batches = loader.next_step()?;
             let lr = run.lr.lr(step, steps);
             engine.step(&batches, &Hyper { adamw: run.adamw, lr, clip_norm: run.clip_norm, step })?;
@@ -98,7 +98,9 @@ impl<'a> Job<'a> {
             if !report.loss.is_finite() {
                 return Err(Error::NotFinite { step, loss: report.loss });
             }
-            let seconds = start.elapsed().as_secs_f64();
+            // The steps since the last report were issued together: what one of them took is their mean.
+            let seconds = start.elapsed().as_secs_f64() / (step - reported) as f64;
+            (start, reported) = (Instant::now(), step);
             let tokens = run.global_batch * self.data.seq;
             let event = StepDone {
                 step,
