@@ -109,3 +109,25 @@ fn num_targets(labels: &[i32]) -> usize {
 fn bytes(values: &[i32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_count_from_the_start_of_a_document() {
+        let ids = [5, 6, 7, 8, 5, 6, 7, 8];
+        let batch = HostBatch::packed(&ids, &[-100; 8], &[0, 0, 2, 2, 0, 1, 1, 1], 4, 9).unwrap();
+        assert_eq!(batch.fields.len(), Field::packed(2, 4).len());
+        assert_eq!(batch.fields[2], bytes(&[0, 1, 0, 1, 0, 0, 1, 2]));
+        assert_eq!(batch.num_targets, 0);
+    }
+
+    #[test]
+    fn documents_that_start_outside_their_row_are_refused() {
+        for starts in [&[0, 2, 2, 2][..], &[0, -1, 0, 0], &[0, 0, 0]] {
+            let error = HostBatch::packed(&[1; 4], &[1; 4], starts, 4, 9).unwrap_err();
+            assert!(matches!(&error, Error::Batch { name, .. } if name == field::DOCUMENT_START), "{error}");
+        }
+    }
+}

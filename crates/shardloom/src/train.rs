@@ -71,6 +71,7 @@ impl<'a> Job<'a> {
     pub fn rank(&self, seat: Seat) -> Result<()> {
         let run = self.run;
         let stream = self.data.stream(run)?;
+        stream.agree(run, &*seat.groups.reduce)?;
         let steps = stream.steps(run.length, run.global_batch);
         std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
         let source = self.source()?;

@@ -30,7 +30,6 @@ fn run(dir: &Path, set: &[&str]) -> shardloom::Result<Run> {
         seq_len = 24
         seed = 5
         [train]
-        steps = 6
         global_batch = 8
         [optimizer]
         lr = 1e-2
@@ -45,7 +44,11 @@ fn run(dir: &Path, set: &[&str]) -> shardloom::Result<Run> {
         "#,
         dir = dir.display()
     );
-    Run::parse(&text, &set.iter().map(|s| s.to_string()).collect::<Vec<_>>())
+    let mut set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+    if !set.iter().any(|s| s.starts_with("train.epochs")) {
+        set.push("train.steps=6".into());
+    }
+    Run::parse(&text, &set)
 }
 
 /// Losses and norms of all steps.
@@ -88,7 +91,7 @@ fn packed_documents_do_not_see_each_other() {
     }
     // And they would see each other, were they one document.
     write_jsonl(&dir.path().join("data.jsonl"), &[documents.join("\n")]);
-    let joined = train(dir.path(), 1, &[&format!("data.seq_len={}", tokens), "train.global_batch=1"]);
+    let joined = train(dir.path(), 1, &[&seq, "train.global_batch=1"]);
     assert!((joined[0][0] / one[0][0] - 1.0).abs() > 1e-3, "{joined:?} {one:?}");
 }
 
@@ -144,30 +147,17 @@ fn a_cursor_goes_on_where_it_was_with_any_ranks_and_batch() {
 #[test]
 fn epochs_are_steps_and_what_is_left_out_is_said() {
     let dir = folder(&documents(40));
-    let run = run(dir.path(), &["train.epochs=2"]);
-    assert!(run.unwrap_err().to_string().contains("either train.steps or train.epochs"));
-    let text = std::fs::read_to_string(dir.path().join("data.jsonl")).unwrap();
-    assert!(!text.is_empty());
-    let toml = |epochs: u64| {
-        let base = format!(
-            "[model]\nconfig = {{ model_type = \"llama\", vocab_size = 257, hidden_size = 8, intermediate_size = 8, \
-             num_hidden_layers = 1, num_attention_heads = 2 }}\n[data]\nkind = \"text\"\npath = \"{d}/data.jsonl\"\n\
-             seq_len = 24\n[train]\nepochs = {epochs}\nglobal_batch = 8\n[device]\nkind = \"cpu\"\n[output]\n\
-             dir = \"{d}/out\"\nmodel = false\n[log]\nsinks = [\"jsonl\"]",
-            d = dir.path().display()
-        );
-        Run::parse(&base, &[]).unwrap()
-    };
-    let two = toml(2);
+    let both = run(dir.path(), &["train.epochs=2", "train.steps=3"]).unwrap_err().to_string();
+    assert!(both.contains("either train.steps or train.epochs"), "{both}");
+    let two = run(dir.path(), &["train.epochs=2"]).unwrap();
     let stream = stream(&two);
     let rows = stream.rows();
     assert_eq!(stream.steps(two.length, 8), 2 * rows / 8);
     let left = 2 * rows % 8;
     let said = stream.summary_of_run(two.length, 8);
     assert_eq!(said.contains(&format!("the last {left} rows")), left > 0, "{said}");
-    shardloom::train(&two, 2).unwrap();
-    let lines = std::fs::read_to_string(dir.path().join("out/metrics.jsonl")).unwrap().lines().count();
-    assert_eq!(lines as u64, 2 * rows / 8);
+    let [losses, _] = train(dir.path(), 2, &["train.epochs=2"]);
+    assert_eq!(losses.len() as u64, 2 * rows / 8);
 }
 
 #[test]
@@ -255,6 +245,28 @@ fn what_fails_in_the_loader_reaches_the_trainer() {
         assert!(error.contains("token 999") && error.contains("row 24"), "{error}");
         let steps = std::fs::read_to_string(dir.path().join("out/metrics.jsonl")).unwrap().lines().count();
         assert_eq!(steps, 3);
+    }
+}
+
+#[test]
+fn ranks_with_different_data_do_not_start() {
+    let dirs = [folder(&documents(40)), folder(&documents(41))];
+    let groups = shardloom::comm::local::group("control", 2, std::time::Duration::from_secs(20));
+    let errors = std::thread::scope(|scope| {
+        let ranks: Vec<_> = groups
+            .into_iter()
+            .zip(&dirs)
+            .map(|(group, dir)| {
+                scope.spawn(move || {
+                    let run = run(dir.path(), &[]).unwrap();
+                    stream(&run).agree(&run, &*group).unwrap_err().to_string()
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    for error in errors {
+        assert!(error.contains("40 documents") && error.contains("41 documents"), "{error}");
     }
 }
 

@@ -20,6 +20,7 @@ pub use order::{Cursor, Permutation};
 
 use crate::run::{DataSource, DocumentSource, Length};
 use crate::{Error, Result, Run};
+use comm::Group;
 use corpus::Corpus;
 use fsdp::{Field, HostBatch};
 use pack::{Epoch, Packing, Rows};
@@ -138,6 +139,37 @@ impl Stream {
         match length {
             Length::Steps(steps) => steps,
             Length::Epochs(epochs) => epochs * self.rows() / global_batch as u64,
+        }
+    }
+
+    /// Holds this rank's data against the others': were they to differ, ranks would train on some rows twice and
+    /// on others never, and might not even stop at the same step.
+    pub fn agree(&self, run: &Run, ranks: &dyn Group) -> Result<()> {
+        let mine =
+            format!("{} ({:016x})", self.summary_of_run(run.length, run.global_batch), self.fingerprint());
+        let all = ranks.exchange(mine.as_bytes(), "data")?;
+        match all.iter().position(|theirs| theirs != mine.as_bytes()) {
+            None => Ok(()),
+            Some(peer) => Err(Error::Config(format!(
+                "rank {} and rank {peer} do not have the same data: {mine} and {}. Give every rank the same files \
+                 in the same order and the same [data] settings",
+                ranks.rank(),
+                String::from_utf8_lossy(&all[peer])
+            ))),
+        }
+    }
+
+    /// A hash of what decides which row holds what: order and lengths of documents, seed, rows.
+    fn fingerprint(&self) -> u64 {
+        let hash = |hash: u64, number: u64| (hash ^ number).wrapping_mul(0x100000001b3).rotate_left(29);
+        let start = hash(0xcbf29ce484222325, self.seq as u64);
+        match &self.kind {
+            Kind::Batches(batches) => [batches.steps, batches.rows as u64].into_iter().fold(start, hash),
+            Kind::Documents { corpus, packing, seed, .. } => {
+                let start = hash(hash(start, *seed), *packing as u64);
+                (0..corpus.num_documents())
+                    .fold(start, |so_far, index| hash(so_far, corpus.document(index).1))
+            }
         }
     }
 
