@@ -12,7 +12,7 @@ const CHUNK_BYTES: usize = 4 << 20;
 
 /// The files that a file name, a folder or a pattern means, in the order of their names.
 pub fn files(path: &str) -> Result<Vec<PathBuf>> {
-    let wrong = |what: String| Err(Error::Config(format!("data.path = \"{path}\": {what}")));
+    let wrong = |what: String| Err(Error::Config(format!("{path}: {what}")));
     let plain = Path::new(path);
     if plain.is_file() {
         return checked(vec![plain.to_path_buf()]);

@@ -2,10 +2,10 @@
 
 use super::raw;
 use super::resolve::{ModelSource, only, wrong};
-use crate::Result;
 use crate::data::pack::Packing;
 use crate::data::text;
 use crate::data::tokenizer::{Tokenizer, TokenizerSource};
+use crate::{Error, Result};
 use std::path::PathBuf;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -52,7 +52,10 @@ pub(super) fn resolve(raw: &raw::Data, model: &ModelSource, vocab: usize) -> Res
         "text" => {
             let path = path("a .txt or .jsonl file, a folder of them, or a pattern such as data/*.jsonl")?;
             seq_len(raw)?;
-            let files = text::files(path)?;
+            let files = text::files(path).map_err(|error| match error {
+                Error::Config(what) => Error::Config(format!("data.path: {what}")),
+                other => other,
+            })?;
             DocumentSource::Text { files, tokenizer: tokenizer(raw, model, vocab)? }
         }
         "tokens" => {
