@@ -127,7 +127,7 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
             kernels = timed.take()?;
         }
         let start = Instant::now();
-        let hyper = Hyper { adamw: run.adamw, lr: run.lr.lr(1), clip_norm: run.clip_norm, step };
+        let hyper = Hyper { adamw: run.adamw, lr: run.lr.lr(1, 1), clip_norm: run.clip_norm, step };
         engine.step(&[batch], &hyper)?;
         loss = engine.report()?.loss;
         if step == 1 {

@@ -26,6 +26,9 @@ pub enum Error {
     #[error("{0}")]
     Launch(String),
 
+    #[error("the loader of training data ended early (see its message above)")]
+    Loader,
+
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
 

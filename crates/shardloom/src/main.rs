@@ -5,8 +5,8 @@ use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, StepBench};
 use shardloom::generate::Sampling;
-use shardloom::run::DeviceChoice;
 use shardloom::launch::{self, Flags, error_file};
+use shardloom::run::DeviceChoice;
 use shardloom::{Generate, Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -26,6 +26,9 @@ enum Command {
     Launch(Box<Flags>),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(RunArgs),
+    /// Prepares training data, and shows it
+    #[command(subcommand)]
+    Data(DataCommand),
     /// Continues a prompt with a trained model
     Generate(GenerateArgs),
     /// Measures on this machine
@@ -91,6 +94,36 @@ fn device_choice(word: &str) -> std::result::Result<DeviceChoice, String> {
         "cuda" => Ok(DeviceChoice::Cuda),
         _ => Err("one of auto, cpu, cuda".into()),
     }
+}
+
+#[derive(Subcommand)]
+enum DataCommand {
+    /// Writes a packed-token file, to be trained on with data.kind = "tokens"
+    Tokenize {
+        /// .txt or .jsonl files, folders of them, or patterns
+        #[arg(required = true, value_name = "IN")]
+        inputs: Vec<String>,
+        /// A folder with a tokenizer.json (and the model's config.json), or "bytes"
+        #[arg(long, value_name = "DIR")]
+        tokenizer: String,
+        /// The file to write
+        #[arg(long, value_name = "FILE")]
+        out: PathBuf,
+    },
+    /// Shows what a batch of a run looks like
+    Inspect {
+        /// The run's configuration
+        run: PathBuf,
+        /// The step whose batch is shown, from 1
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+        step: u64,
+        /// How many of its rows are shown
+        #[arg(long, default_value_t = 4)]
+        rows: usize,
+        /// Overrides a key of the configuration, as in data.seed=1
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
 }
 
 #[derive(Args)]
@@ -184,6 +217,14 @@ fn run(cli: Cli) -> Result<()> {
                 set,
                 kernels,
             })
+        }
+        Command::Data(DataCommand::Tokenize { inputs, tokenizer, out }) => {
+            eprintln!("{}", shardloom::data::tokenize(&inputs, &tokenizer, &out)?);
+            Ok(())
+        }
+        Command::Data(DataCommand::Inspect { run, step, rows, set }) => {
+            print!("{}", shardloom::data::inspect(&Run::load(&run, &set)?, step, rows)?);
+            Ok(())
         }
     }
 }

@@ -61,20 +61,18 @@ impl Sink for Jsonl {
 pub struct Progress {
     steps: u64,
     start: Instant,
-    done: u64,
     in_place: bool,
 }
 
 impl Progress {
     pub fn new(steps: u64) -> Self {
-        Progress { steps, start: Instant::now(), done: 0, in_place: std::io::stderr().is_terminal() }
+        Progress { steps, start: Instant::now(), in_place: std::io::stderr().is_terminal() }
     }
 }
 
 impl Sink for Progress {
     fn step(&mut self, event: &StepDone) -> Result<()> {
-        self.done += 1;
-        let left = self.start.elapsed().as_secs_f64() / self.done as f64 * (self.steps - event.step) as f64;
+        let left = self.start.elapsed().as_secs_f64() / event.step as f64 * (self.steps - event.step) as f64;
         let line = format!(
             "step {}/{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.0} tokens/s  {} left",
             event.step,

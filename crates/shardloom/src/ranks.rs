@@ -49,7 +49,9 @@ pub fn start(
         (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
         (false, Some(launched)) if launched.world > 1 => on_own_cores(run, &launched, body),
-        (false, _) if ranks > 1 && !matches!(run.group, GroupChoice::Auto | GroupChoice::Local) => spawn(ranks),
+        (false, _) if ranks > 1 && !matches!(run.group, GroupChoice::Auto | GroupChoice::Local) => {
+            spawn(ranks)
+        }
         (false, _) => on_threads(run, ranks, body),
     }
 }
@@ -128,7 +130,8 @@ fn on_own_cores(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()
         GroupChoice::Tcp => true,
         GroupChoice::Auto => local_world < ranks,
         other => {
-            let what = format!("device.group = {other:?} does not serve ranks that are processes on CPUs; use auto");
+            let what =
+                format!("device.group = {other:?} does not serve ranks that are processes on CPUs; use auto");
             return Err(Error::Config(what));
         }
     };

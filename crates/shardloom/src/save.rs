@@ -1,6 +1,7 @@
 //! The final model as a Hugging Face folder. Every rank writes the bytes it owns.
 
-use crate::run::{ModelSource, Run};
+use crate::data::tokenizer::TokenizerSource;
+use crate::run::{DataSource, DocumentSource, ModelSource, Run};
 use crate::{Error, Result};
 use checkpoint::folder::Plan;
 use comm::Group;
@@ -76,7 +77,17 @@ fn encode(values: &[f32], dtype: checkpoint::Dtype) -> Vec<u8> {
 fn write_companions(run: &Run, dir: &Path) -> Result<()> {
     let config = dir.join("config.json");
     std::fs::write(&config, &run.config_text).map_err(|e| Error::file(&config, e))?;
-    let ModelSource::Folder(source) = &run.source else { return Ok(()) };
+    let source = match (&run.source, &run.data) {
+        (ModelSource::Folder(folder), _) => folder,
+        // A model from nothing takes the tokenizer it was trained with along.
+        (_, DataSource::Documents { source: DocumentSource::Text { tokenizer, .. }, .. }) => {
+            match tokenizer {
+                TokenizerSource::Folder(folder) => folder,
+                TokenizerSource::Bytes => return Ok(()),
+            }
+        }
+        _ => return Ok(()),
+    };
     for name in COMPANIONS {
         let from = source.join(name);
         if from.exists() {

@@ -1,13 +1,13 @@
 //! The training loop of one rank.
 
-use crate::data::Batches;
+use crate::data::{Cursor, Data, Loader, Share};
 use crate::metrics::{Jsonl, Progress, Sink, StepDone};
 use crate::ranks::{self, Overhead, Seat};
 use crate::run::{ModelSource, Run};
 use crate::source::{Folder, Seeded};
 use crate::{Error, Result, save, show};
 use device::Profile;
-use fsdp::{Engine, Field, Hyper, Plan, Settings, Source};
+use fsdp::{Engine, Hyper, Plan, Settings, Source};
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::Model;
@@ -17,7 +17,6 @@ pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
     let launched = ranks::Launched::from_env()?;
     let num_ranks = launched.as_ref().map_or(num_ranks, |launched| launched.world);
     let job = Job::new(run, num_ranks)?;
-    std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
     ranks::start(run, num_ranks, launched, |seat| job.rank(seat))
 }
 
@@ -30,7 +29,7 @@ pub fn make_plan(run: &Run, num_ranks: usize, profile: Profile) -> Result<Plan> 
 #[derive(Debug)]
 pub(crate) struct Job<'a> {
     run: &'a Run,
-    batches: Batches,
+    data: Data,
     pub model: Arc<Model>,
     micro_batch: usize,
     micro_batches: usize,
@@ -40,36 +39,10 @@ pub(crate) struct Job<'a> {
 impl<'a> Job<'a> {
     /// Opens data and model and finds out what does not fit together, before anything runs.
     pub fn new(run: &'a Run, ranks: usize) -> Result<Self> {
-        let batches = Batches::open(&run.batches)?;
-        if batches.rows != run.global_batch {
-            let what = format!(
-                "train.global_batch = {}, but {} has {} rows a step",
-                run.global_batch,
-                run.batches.display(),
-                batches.rows
-            );
-            return Err(Error::Config(what));
-        }
-        if run.steps > batches.steps {
-            let what = format!(
-                "train.steps = {}, but {} has {} steps",
-                run.steps,
-                run.batches.display(),
-                batches.steps
-            );
-            return Err(Error::Config(what));
-        }
-        if run.seq_len.is_some_and(|seq_len| seq_len != batches.seq) {
-            let what = format!(
-                "data.seq_len differs from the {} tokens a row of {}",
-                batches.seq,
-                run.batches.display()
-            );
-            return Err(Error::Config(what));
-        }
+        let data = Data::open(run)?;
         let (micro_batches, micro_batch) = run.micro_batches(ranks)?;
-        let model = Arc::new(tensor::models::build(&run.config, batches.seq)?);
-        Ok(Job { run, batches, model, micro_batch, micro_batches, ranks })
+        let model = Arc::new(tensor::models::build(&run.config, data.seq)?);
+        Ok(Job { run, data, model, micro_batch, micro_batches, ranks })
     }
 
     pub fn plan(&self, profile: Profile) -> Result<Plan> {
@@ -81,7 +54,7 @@ impl<'a> Job<'a> {
             wrap: run.wrap.clone(),
             prefetch: run.prefetch,
             precision: run.precision,
-            fields: Field::tokens(self.micro_batch, self.batches.seq),
+            fields: self.data.fields(self.micro_batch),
             micro_batches: self.micro_batches,
             keep: run.keep,
             accumulate: run.accumulate,
@@ -100,6 +73,10 @@ impl<'a> Job<'a> {
     /// One rank, from empty shards to the final folder.
     pub fn rank(&self, seat: Seat) -> Result<()> {
         let run = self.run;
+        let stream = self.data.stream(run)?;
+        stream.agree(run, &*seat.groups.reduce)?;
+        let steps = stream.steps(run.length, run.global_batch);
+        std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
         let source = self.source()?;
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
@@ -107,21 +84,28 @@ impl<'a> Job<'a> {
         let control = groups.world.clone();
         let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
         engine.fill(&*source)?;
-        let mut sinks = self.sinks(rank)?;
-        for step in 1..=run.steps {
-            let start = Instant::now();
-            let batches = self.batches.step(step - 1, rank, ranks, self.micro_batch, run.config.vocab)?;
-            let lr = run.lr.lr(step);
+        if rank == 0 && run.progress {
+            eprintln!("data: {}", stream.summary_of_run(run.length, run.global_batch));
+        }
+        let mut sinks = self.sinks(rank, steps)?;
+        let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
+        let mut loader = Loader::start(stream, share, Cursor::default(), steps)?;
+        let (mut start, mut reported) = (Instant::now(), 0);
+        for step in 1..=steps {
+            let batches = loader.next_step()?;
+            let lr = run.lr.lr(step, steps);
             engine.step(&batches, &Hyper { adamw: run.adamw, lr, clip_norm: run.clip_norm, step })?;
-            if step % run.log_every != 0 && step != run.steps {
+            if step % run.log_every != 0 && step != steps {
                 continue;
             }
             let report = engine.report()?;
             if !report.loss.is_finite() {
                 return Err(Error::NotFinite { step, loss: report.loss });
             }
-            let seconds = start.elapsed().as_secs_f64();
-            let tokens = self.batches.rows * self.batches.seq;
+            // The steps since the last report were issued together: what one of them took is their mean.
+            let seconds = start.elapsed().as_secs_f64() / (step - reported) as f64;
+            (start, reported) = (Instant::now(), step);
+            let tokens = run.global_batch * self.data.seq;
             let event = StepDone {
                 step,
                 loss: report.loss,
@@ -146,10 +130,10 @@ impl<'a> Job<'a> {
     }
 
     /// Rank 0 reports for all.
-    fn sinks(&self, rank: usize) -> Result<Vec<Box<dyn Sink>>> {
+    fn sinks(&self, rank: usize, steps: u64) -> Result<Vec<Box<dyn Sink>>> {
         let mut sinks: Vec<Box<dyn Sink>> = Vec::new();
         if rank == 0 && self.run.progress {
-            sinks.push(Box::new(Progress::new(self.run.steps)));
+            sinks.push(Box::new(Progress::new(steps)));
         }
         if rank == 0 && self.run.jsonl {
             sinks.push(Box::new(Jsonl::create(&self.run.output.join("metrics.jsonl"))?));

@@ -102,10 +102,11 @@ impl Env<'_> {
         };
         let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         // Where a launcher does not say, all ranks are taken to be here; sockets must then be asked for.
-        let said = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"]
-            .iter()
-            .find_map(|name| self.number(name).transpose())
-            .transpose()?;
+        let said =
+            ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"]
+                .iter()
+                .find_map(|name| self.number(name).transpose())
+                .transpose()?;
         let local_world = match (said, self.number("SLURM_NNODES")?) {
             (Some(here), _) => here,
             (None, Some(nodes)) if launcher.rank == SLURM.rank => world.div_ceil(nodes.max(1)),

@@ -1,9 +1,11 @@
 //! The run configuration: raw as the file has it, then resolved once. Nothing downstream checks again.
 
+mod data;
 mod raw;
 mod resolve;
 
-pub use resolve::{DeviceChoice, GroupChoice, LrSchedule, ModelSource, Run};
+pub use data::{DataSource, DocumentSource};
+pub use resolve::{DeviceChoice, GroupChoice, Length, LrSchedule, ModelSource, Run};
 
 use crate::{Error, Result};
 use std::path::Path;
@@ -112,7 +114,7 @@ mod tests {
     #[test]
     fn a_minimal_run_resolves_and_overrides_win() {
         let run = Run::parse(MINIMAL, &["train.steps=7".into(), "output.dir=elsewhere".into()]).unwrap();
-        assert_eq!(run.steps, 7);
+        assert_eq!(run.length, Length::Steps(7));
         assert_eq!(run.output, Path::new("elsewhere"));
     }
 
@@ -134,11 +136,20 @@ mod tests {
             ("train.clip_norm=-2", "train.clip_norm"),
             ("precision.compute=\"i8\"", "i8"),
             ("shard.tensor=2", "shard.tensor"),
-            ("data.kind=\"text\"", "data.kind"),
+            ("data.kind=\"chat\"", "not supported yet"),
+            ("data.kind=\"test\"", "text"),
+            ("data.pack=true", "data.pack"),
+            ("data.kind=\"text\"", "data.seq_len"),
+            ("train.epochs=2", "train.epochs"),
             ("model.path=\"somewhere\"", "model"),
         ] {
             let error = error(MINIMAL, &[set]);
             assert!(error.contains(named), "{set}: {error}");
         }
+        let text = ["data.kind=\"text\"", "data.seq_len=8"];
+        assert!(error(MINIMAL, &text).contains("no such file"));
+        let files = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
+        let empty = error(MINIMAL, &[&text[..], &[&format!("data.path=\"{files}\"")]].concat());
+        assert!(empty.contains("no .txt or .jsonl"), "{empty}");
     }
 }

@@ -47,6 +47,9 @@ pub struct Data {
     pub pack: Option<bool>,
     #[serde(default)]
     pub seed: Option<u64>,
+    /// A folder with a tokenizer.json, or "bytes"; the model's own where it is left out.
+    #[serde(default)]
+    pub tokenizer: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]

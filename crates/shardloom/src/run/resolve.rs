@@ -1,5 +1,6 @@
 //! From the file's words to a [`Run`] in which every value has been checked.
 
+use super::data::DataSource;
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
@@ -51,16 +52,15 @@ pub struct LrSchedule {
     peak: f64,
     min: f64,
     warmup: u64,
-    steps: u64,
 }
 
 impl LrSchedule {
-    /// The rate of step `step`, from 1.
-    pub fn lr(&self, step: u64) -> f64 {
+    /// The rate of step `step`, from 1, of `steps`.
+    pub fn lr(&self, step: u64, steps: u64) -> f64 {
         if step <= self.warmup {
             return self.peak * step as f64 / self.warmup as f64;
         }
-        let span = self.steps.saturating_sub(self.warmup).max(1) as f64;
+        let span = steps.saturating_sub(self.warmup).max(1) as f64;
         let progress = ((step - self.warmup - 1) as f64 / span).min(1.0);
         let share = match self.shape {
             Shape::Constant => return self.peak,
@@ -71,6 +71,14 @@ impl LrSchedule {
     }
 }
 
+/// How long a run trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    Steps(u64),
+    /// Through the data so many times.
+    Epochs(u64),
+}
+
 /// A resolved run.
 #[derive(Clone, Debug)]
 pub struct Run {
@@ -78,10 +86,8 @@ pub struct Run {
     pub config: Config,
     /// The text of the model's config.json, as it goes into the final folder.
     pub config_text: String,
-    pub batches: PathBuf,
-    /// Tokens of a row, where the file is to be held to it.
-    pub seq_len: Option<usize>,
-    pub steps: u64,
+    pub data: DataSource,
+    pub length: Length,
     pub global_batch: usize,
     pub micro_batch: usize,
     pub clip_norm: f32,
@@ -110,12 +116,12 @@ pub struct Run {
     pub jsonl: bool,
 }
 
-fn wrong<T>(what: impl Into<String>) -> Result<T> {
+pub(super) fn wrong<T>(what: impl Into<String>) -> Result<T> {
     Err(Error::Config(what.into()))
 }
 
 /// For a key whose only supported value so far is the given one.
-fn only<T: PartialEq + std::fmt::Debug>(key: &str, value: T, supported: T) -> Result<()> {
+pub(super) fn only<T: PartialEq + std::fmt::Debug>(key: &str, value: T, supported: T) -> Result<()> {
     if value == supported {
         return Ok(());
     }
@@ -136,18 +142,13 @@ impl Run {
         check_unsupported(&raw)?;
         let (source, config_text) = model(&raw.model)?;
         let config = Config::parse(&config_text)?;
-        let steps = match (raw.train.steps, raw.train.epochs) {
-            (Some(steps), None) if steps > 0 => steps,
-            (Some(_), None) => return wrong("train.steps must be at least 1"),
-            _ => {
-                return wrong(
-                    "train.steps is needed (train.epochs is not supported for data.kind = \"batches\")",
-                );
-            }
+        let length = match (raw.train.steps, raw.train.epochs) {
+            (Some(0), _) | (_, Some(0)) => return wrong("train.steps and train.epochs must be at least 1"),
+            (Some(steps), None) => Length::Steps(steps),
+            (None, Some(epochs)) => Length::Epochs(epochs),
+            _ => return wrong("give either train.steps or train.epochs"),
         };
-        let Some(batches) = raw.data.path.map(PathBuf::from) else {
-            return wrong("data.path is needed: a safetensors file with input_ids and labels");
-        };
+        let data = super::data::resolve(&raw.data, &source, config.vocab)?;
         let micro_batch = raw.train.micro_batch.unwrap_or(0);
         if raw.train.global_batch == 0 || raw.train.micro_batch == Some(0) {
             return wrong("train.global_batch and train.micro_batch must be at least 1");
@@ -162,15 +163,14 @@ impl Run {
             source,
             config,
             config_text,
-            batches,
-            seq_len: raw.data.seq_len,
-            steps,
+            data,
+            length,
             global_batch: raw.train.global_batch,
             micro_batch,
             clip_norm: raw.train.clip_norm as f32,
             loss_chunk: raw.train.loss_chunk,
             adamw: adamw(&raw.optimizer)?,
-            lr: lr_schedule(&raw.optimizer, &raw.schedule, steps)?,
+            lr: lr_schedule(&raw.optimizer, &raw.schedule)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
             strategy: strategy(&raw.shard.strategy)?,
             replicate: replicate(&raw.shard)?,
@@ -246,10 +246,8 @@ impl Run {
 
 /// What the file may say one day and may not yet: refused, never ignored.
 fn check_unsupported(raw: &Raw) -> Result<()> {
-    only("data.kind", raw.data.kind.as_str(), "batches")?;
-    // Nothing is random in a run over ready-made batches, so any seed is honoured.
-    let _ = (raw.data.seed, raw.train.seed);
-    only("data.pack", raw.data.pack.unwrap_or(false), false)?;
+    // Nothing but the order of data is random yet, so any seed is honoured.
+    let _ = raw.train.seed;
     only("model.freeze", raw.model.freeze.len(), 0)?;
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
@@ -300,13 +298,13 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
 }
 
-fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule, steps: u64) -> Result<LrSchedule> {
+fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSchedule> {
     let shapes = [("constant", Shape::Constant), ("linear", Shape::Linear), ("cosine", Shape::Cosine)];
     let shape = choose("schedule.kind", &raw.kind, &shapes)?;
     if !(0.0..=optimizer.lr).contains(&raw.min_lr) {
         return wrong(format!("schedule.min_lr = {} must lie in 0..optimizer.lr", raw.min_lr));
     }
-    Ok(LrSchedule { shape, peak: optimizer.lr, min: raw.min_lr, warmup: raw.warmup_steps, steps })
+    Ok(LrSchedule { shape, peak: optimizer.lr, min: raw.min_lr, warmup: raw.warmup_steps })
 }
 
 fn precision(raw: &raw::Precision, optimizer: &raw::Optimizer) -> Result<Precision> {

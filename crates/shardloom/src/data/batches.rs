@@ -1,9 +1,10 @@
-//! Training data.
+//! Ready-made batches.
 
+use super::pack::Rows;
+use crate::run::{Length, Run};
 use crate::{Error, Result};
 use checkpoint::Dtype;
 use checkpoint::safetensors::File;
-use fsdp::HostBatch;
 use std::path::Path;
 
 /// Ready-made batches: `input_ids` and `labels` of shape `[steps, rows, length]` in a safetensors file. Labels
@@ -46,25 +47,38 @@ impl Batches {
         Ok(Batches { file, steps: steps as u64, rows, seq })
     }
 
-    /// The micro-batches of `rank` at `step` (from 0).
-    pub fn step(
-        &self,
-        step: u64,
-        rank: usize,
-        ranks: usize,
-        micro: usize,
-        vocab: usize,
-    ) -> Result<Vec<HostBatch>> {
-        let rows = self.rows / ranks;
-        let first = step as usize * self.rows + rank * rows;
-        let ids = self.read("input_ids", first * self.seq, rows * self.seq)?;
-        let labels = self.read("labels", first * self.seq, rows * self.seq)?;
-        let size = micro * self.seq;
-        let batches = ids.chunks(size).zip(labels.chunks(size));
-        batches
-            .map(|(ids, labels)| HostBatch::tokens(ids, labels, self.seq, vocab))
-            .collect::<fsdp::Result<Vec<_>>>()
-            .map_err(|error| Error::file(self.file.path(), format!("step {}: {error}", step + 1)))
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Whether a run can take its steps from here.
+    pub fn check(&self, run: &Run, seq_len: Option<usize>) -> Result<()> {
+        let wrong = |what: String| Err(Error::Config(what));
+        let (path, rows, steps, seq) = (self.path().display(), self.rows, self.steps, self.seq);
+        if rows != run.global_batch {
+            return wrong(format!(
+                "train.global_batch = {}, but {path} has {rows} rows a step",
+                run.global_batch
+            ));
+        }
+        if let Length::Steps(wanted) = run.length
+            && wanted > steps
+        {
+            return wrong(format!("train.steps = {wanted}, but {path} has {steps} steps"));
+        }
+        if seq_len.is_some_and(|seq_len| seq_len != seq) {
+            return wrong(format!("data.seq_len differs from the {seq} tokens a row of {path}"));
+        }
+        Ok(())
+    }
+
+    /// Adds a row, counted over all steps.
+    pub fn append(&self, row: u64, out: &mut Rows) -> Result<()> {
+        let first = row as usize * self.seq;
+        out.ids.extend(self.read("input_ids", first, self.seq)?);
+        out.labels.extend(self.read("labels", first, self.seq)?);
+        out.document_start.resize(out.ids.len(), 0);
+        Ok(())
     }
 
     fn read(&self, name: &str, start: usize, len: usize) -> Result<Vec<i32>> {
