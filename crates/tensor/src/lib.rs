@@ -15,6 +15,6 @@ mod weights;
 
 pub use arena::{Arena, Kind, Trace};
 pub use error::{Error, Result};
-pub use tape::{Batch, Block, Context, Mode, Op, Outcome, Pass, Tape, Var};
+pub use tape::{Batch, Block, Context, Mode, Op, Outcome, Pass, Random, Tape, Var};
 pub use tensor::{Shape, Tensor};
 pub use weights::{Constant, ConstantId, Grad, Init, Item, ItemId, Model, WeightSpec, Weights};

@@ -3,12 +3,17 @@
 //! Kernels run on the thread that calls them, one file per family. They convert rows or tiles to f32, compute
 //! there, and round where the interface says; a converted row also makes it safe to write over an input.
 
+mod activation;
 mod attention;
+mod bias;
 mod check;
+mod dropout;
 mod elementwise;
 mod embedding;
 mod float;
 mod gemm;
+mod head_norm;
+mod layer_norm;
 mod loss;
 mod memory;
 mod norm;
@@ -21,8 +26,10 @@ mod swiglu;
 pub use stream::{Event, Stream};
 
 use crate::{
-    AdamW, Attention, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding, EmbeddingGrad, Error,
-    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Swiglu, SwigluGrad,
+    Activation, ActivationGrad, AdamW, Attention, AttentionGrad, Bias, BiasGrad, Buffer, CrossEntropy,
+    Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad, Kernels,
+    LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, SumLoss,
+    Swiglu, SwigluGrad,
 };
 use memory::{Counters, Region};
 use std::sync::Arc;
@@ -104,6 +111,16 @@ impl Kernels for Cpu {
         embedding::embedding_grad(EmbeddingGrad<'_>),
         norm::rms_norm(RmsNorm<'_>),
         norm::rms_norm_grad(RmsNormGrad<'_>),
+        head_norm::head_norm(HeadNorm<'_>),
+        head_norm::head_norm_grad(HeadNormGrad<'_>),
+        layer_norm::layer_norm(LayerNorm<'_>),
+        layer_norm::layer_norm_grad(LayerNormGrad<'_>),
+        bias::bias(Bias<'_>),
+        bias::bias_grad(BiasGrad<'_>),
+        activation::activation(Activation<'_>),
+        activation::activation_grad(ActivationGrad<'_>),
+        dropout::dropout(Dropout<'_>),
+        loss::sum_loss(SumLoss<'_>),
         rope::rope(Rope<'_>),
         attention::attention(Attention<'_>),
         attention::attention_grad(AttentionGrad<'_>),

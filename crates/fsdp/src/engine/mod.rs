@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Arena};
 use tensor::optim::AdamW;
-use tensor::{Batch, Model, Tape, Tensor};
+use tensor::{Batch, Model, Random, Tape, Tensor};
 
 /// The ranks to work with. Gathers and reduces have a group each, so that one never waits for the other.
 #[derive(Clone, Debug)]
@@ -51,6 +51,8 @@ pub struct Engine {
     walk: Walk,
     /// The ends of the last steps issued, oldest first: the host runs at most [`MAX_AHEAD`] steps ahead.
     issued: VecDeque<Event>,
+    /// Decides random choices, together with step and token.
+    seed: u64,
 }
 
 /// Steps the host may issue before the device has finished them.
@@ -110,6 +112,8 @@ struct Walk {
     tapes: Vec<Option<Tape>>,
     carry: Vec<Tensor>,
     carry_grads: Vec<Option<Tensor>>,
+    /// Where the micro-batch stands in the run.
+    random: Random,
 }
 
 #[derive(Debug)]
@@ -175,11 +179,16 @@ impl Engine {
             scalars,
             arenas,
         };
-        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new() })
+        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new(), seed: 0 })
     }
 
     pub fn plan(&self) -> &Plan {
         &self.fixed.plan
+    }
+
+    /// What random choices (dropout) depend on, beside step and token; the same on all ranks. 0 at first.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
     }
 
     pub fn device(&self) -> &dyn Device {
@@ -228,6 +237,7 @@ impl Walk {
             tapes: nothing(units),
             carry: vec![],
             carry_grads: vec![],
+            random: Random::default(),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod attention;
 mod embedding;
+mod head_norm;
 mod linear;
 mod linear_cross_entropy;
 mod rms_norm;
@@ -10,6 +11,7 @@ mod swiglu;
 
 pub use attention::attention;
 pub use embedding::embedding;
+pub use head_norm::head_norm;
 pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use rms_norm::{add_rms_norm, rms_norm};
