@@ -110,27 +110,49 @@ fn micro_batches_add_up_to_the_batch() {
     }
 }
 
+fn floats(bytes: Vec<u8>) -> Vec<f64> {
+    bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
+}
+
+/// Which elements of a weight have a gradient that is more than rounding.
+///
+/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE
+/// turns slowly, a key bias's gradient is zero but for rounding, and Adam divides that rounding by its own
+/// size: such elements differ between any two runs that sum in another order, PyTorch's own included.
+fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
+    let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
+    let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));
+    let rounding = if name.ends_with("k_proj.bias") { 1e-3 } else { 0.0 };
+    gradient.iter().map(|g| g.abs() >= rounding * most).collect()
+}
+
 #[test]
 fn the_final_folder_holds_what_pytorch_arrived_at() {
     for case in CASES {
         let out = tempfile::tempdir().unwrap();
         train(case, 2, &[], out.path());
+        let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file)).unwrap();
         let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
-        let theirs =
-            checkpoint::safetensors::File::open(reference(case).join("after12.safetensors")).unwrap();
+        let (theirs, io) = (open("after12.safetensors"), open("io.safetensors"));
         assert_eq!(ours.tensors().len(), theirs.tensors().len());
-        let mut worst: f64 = 0.0;
+        let mut worst = (0.0, String::new());
         for (name, _) in theirs.tensors() {
-            let floats = |bytes: Vec<u8>| -> Vec<f64> {
-                bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
-            };
             let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
-            let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-            let size: f64 = b.iter().map(|b| b * b).sum::<f64>().sqrt();
-            assert!(distance <= 1e-4 * size, "{case}: {name}: {}", distance / size);
-            worst = worst.max(distance / size);
+            let size = b.iter().map(|b| b * b).sum::<f64>().sqrt();
+            let distance = |counts: &dyn Fn(usize) -> bool| {
+                let squares = (0..a.len()).filter(|&i| counts(i)).map(|i| (a[i] - b[i]).powi(2));
+                squares.sum::<f64>().sqrt() / size
+            };
+            let has_gradient = has_gradient(&io, name);
+            let (sure, all) = (distance(&|i| has_gradient[i]), distance(&|_| true));
+            assert!(sure <= 1e-4, "{case}: {name}: {sure:e}");
+            assert!(all <= 1e-3, "{case}: {name}, rounding included: {all:e}");
+            if all > sure {
+                println!("{case}: {name}: {sure:.1e}, rounding included {all:.1e}");
+            }
+            worst = if sure > worst.0 { (sure, name.to_string()) } else { worst };
         }
-        println!("{case}: weights after 12 steps within {worst:.1e}");
+        println!("{case}: weights after 12 steps within {:.1e} ({})", worst.0, worst.1);
     }
 }
 
