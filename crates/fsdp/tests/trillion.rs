@@ -36,7 +36,7 @@ const MOST: usize = 100 << 20;
 #[test]
 fn a_trillion_parameters_are_planned_in_little_memory() {
     let text = r#"{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 25600,
-        "intermediate_size": 102400, "num_hidden_layers": 107, "num_attention_heads": 200,
+        "intermediate_size": 102400, "num_hidden_layers": 110, "num_attention_heads": 200,
         "num_key_value_heads": 8, "tie_word_embeddings": false, "rope_theta": 1000000.0}"#;
     let before = CURRENT.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

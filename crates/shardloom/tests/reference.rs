@@ -122,7 +122,7 @@ fn floats(bytes: Vec<u8>) -> Vec<f64> {
 fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
     let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
     let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));
-    let rounding = if name.ends_with("k_proj.bias") { 1e-3 } else { 0.0 };
+    let rounding = if name.ends_with("k_proj.bias") { 1e-4 } else { 0.0 };
     gradient.iter().map(|g| g.abs() >= rounding * most).collect()
 }
 

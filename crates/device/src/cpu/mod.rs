@@ -283,9 +283,49 @@ mod tests {
         };
         device.cross_entropy(&stream, &args).unwrap();
 
+        let (layer, dlayer, db, sums) = (out(), out(), f32s(cols), f32s(2 * cols));
+        let statistics = f32s(2 * rows);
+        let args = LayerNorm {
+            x: &x,
+            weight: &weight,
+            bias: Some(&weight),
+            out: &layer,
+            statistics: &statistics,
+            rows,
+            cols,
+            eps: 1e-5,
+        };
+        device.layer_norm(&stream, &args).unwrap();
+        let args = LayerNormGrad {
+            dout: &act,
+            x: &x,
+            weight: &weight,
+            statistics: &statistics,
+            dx: &dlayer,
+            dweight: None,
+            dbias: Some((&db, false)),
+            scratch: &sums,
+            rows,
+            cols,
+        };
+        device.layer_norm_grad(&stream, &args).unwrap();
+        let (gelu, dgelu, tanh, fewer) = (out(), out(), out(), out());
+        let erf = crate::Function::Gelu;
+        device.activation(&stream, &Activation { function: erf, x: &x, out: &gelu }).unwrap();
+        let args = ActivationGrad { function: erf, x: &x, dout: &gelu, dx: &dgelu };
+        device.activation_grad(&stream, &args).unwrap();
+        let function = crate::Function::GeluTanh;
+        device.activation(&stream, &Activation { function, x: &x, out: &tanh }).unwrap();
+        device.dropout(&stream, &Dropout { x: &x, out: &fewer, p: 0.3, key: 5, first: 9 }).unwrap();
+
         let bytes =
             |buffer: &Buffer| device.read_vec::<u8>(&stream, &buffer.cast_bits(Dtype::U8).unwrap()).unwrap();
-        [&norm, &dx, &dw, &act, &dact, &att, &datt, &one, &p, &m, &v, &y, &losses].map(bytes).to_vec()
+        [
+            &norm, &dx, &dw, &act, &dact, &att, &datt, &one, &p, &m, &v, &y, &losses, &layer, &dlayer, &db,
+            &gelu, &dgelu, &tanh, &fewer,
+        ]
+        .map(bytes)
+        .to_vec()
     }
 
     #[test]
