@@ -9,7 +9,7 @@ use crate::{Activation, ActivationGrad, Error, Function, Result, Stream};
 const TANH_SCALE: f32 = 0.797_884_6;
 const TANH_CUBE: f32 = 0.044_715;
 /// 1/√(2π)
-const DENSITY: f32 = 0.398_942_28;
+const DENSITY: f32 = 0.398_942_3;
 
 pub fn activation(stream: &Stream, args: &Activation<'_>) -> Result<()> {
     const OP: &str = "activation";
@@ -66,9 +66,9 @@ pub fn activation_grad(stream: &Stream, args: &ActivationGrad<'_>) -> Result<()>
 fn normal(x: f32) -> f32 {
     let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
     let t = 1.0 / (1.0 + 0.5 * z);
-    let p = t.mul_add(0.170_872_77, -0.822_152_2).mul_add(t, 1.488_515_9).mul_add(t, -1.135_203_98);
+    let p = t.mul_add(0.170_872_77, -0.822_152_2).mul_add(t, 1.488_515_9).mul_add(t, -1.135_204);
     let p = p.mul_add(t, 0.278_868_07).mul_add(t, -0.186_288_06).mul_add(t, 0.096_784_18);
-    let p = p.mul_add(t, 0.374_091_96).mul_add(t, 1.000_023_68).mul_add(t, -1.265_512_23);
+    let p = p.mul_add(t, 0.374_091_96).mul_add(t, 1.000_023_7).mul_add(t, -1.265_512_2);
     let tail = 0.5 * t * exp((-z).mul_add(z, p));
     if x < 0.0 { tail } else { 1.0 - tail }
 }
