@@ -118,7 +118,7 @@ fn floats(bytes: Vec<u8>) -> Vec<f64> {
 ///
 /// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE
 /// turns slowly, a key bias's gradient is zero but for rounding, and Adam divides that rounding by its own
-/// size: such elements differ between any two runs that sum in another order, PyTorch's own included.
+/// size. Runs of ours on 1, 2 and 4 ranks end up to 2e-4 apart there, as far as they are from PyTorch's.
 fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
     let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
     let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));

@@ -273,7 +273,7 @@ impl Pass<'_> {
 
 /// A piece of a model: the smallest thing a unit can be made of. It owns named weights and has one forward
 /// over a small carry of activations. The first block's carry is empty; the last one's result is one f32 loss
-/// per token.
+/// per token, or the logits in [`Mode::Logits`].
 pub trait Block: fmt::Debug + Send + Sync {
     /// The kind wrap policies go by, a Hugging Face class name where there is one.
     fn kind(&self) -> &str;
