@@ -323,6 +323,173 @@ pub struct CrossEntropy<'a> {
     pub stride: usize,
 }
 
+/// Every row of `x` becomes the bias, or has it added. A product with a bias starts from rows of it (`beta` = 1),
+/// so that the sum is rounded once, as in PyTorch's `addmm`.
+#[derive(Clone, Copy, Debug)]
+pub struct Bias<'a> {
+    pub x: &'a Buffer,
+    pub bias: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    /// Whether to add to what is there.
+    pub accumulate: bool,
+}
+
+/// `dbias = Σ dout` over rows.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasGrad<'a> {
+    pub dout: &'a Buffer,
+    /// Of `dout`'s dtype or f32.
+    pub dbias: &'a Buffer,
+    /// f32 of [`crate::Profile::norm_scratch`].
+    pub scratch: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    pub accumulate: bool,
+}
+
+/// RMSNorm of single heads, in place: of each row the first `heads[0]` heads with the first weight and the next
+/// `heads[1]` with the second. What lies behind them in the row stays.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNorm<'a> {
+    /// `tokens` rows, `stride` apart; heads lie side by side from the row's start.
+    pub x: &'a Buffer,
+    /// `[2, head_dim]`
+    pub weight: &'a Buffer,
+    /// Where the heads go as they were before, `[tokens, heads[0] + heads[1], head_dim]`: what the gradient needs.
+    pub before: Option<&'a Buffer>,
+    pub tokens: usize,
+    pub heads: [usize; 2],
+    pub head_dim: usize,
+    pub stride: usize,
+    pub eps: f32,
+}
+
+/// The gradient of [`HeadNorm`], in place as well.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNormGrad<'a> {
+    /// Laid out as the forward's `x`; gradients of the normalised heads become those of the heads before.
+    pub dx: &'a Buffer,
+    pub before: &'a Buffer,
+    pub weight: &'a Buffer,
+    /// `[2, head_dim]` of `dx`'s dtype or f32; None where the weights are frozen.
+    pub dweight: Option<&'a Buffer>,
+    /// f32 of [`crate::Profile::norm_scratch`] for rows of `2 · head_dim`.
+    pub scratch: &'a Buffer,
+    pub tokens: usize,
+    pub heads: [usize; 2],
+    pub head_dim: usize,
+    pub stride: usize,
+    pub eps: f32,
+    pub accumulate: bool,
+}
+
+/// `out = (x − mean) · rstd · weight + bias` per row, rounded once.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerNorm<'a> {
+    pub x: &'a Buffer,
+    pub weight: &'a Buffer,
+    pub bias: Option<&'a Buffer>,
+    pub out: &'a Buffer,
+    /// f32 `[rows, 2]`: mean and 1/sqrt(variance + eps).
+    pub statistics: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+    pub eps: f32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct LayerNormGrad<'a> {
+    pub dout: &'a Buffer,
+    pub x: &'a Buffer,
+    pub weight: &'a Buffer,
+    pub statistics: &'a Buffer,
+    /// May be `dout` itself.
+    pub dx: &'a Buffer,
+    /// Of `x`'s dtype or f32, and whether to add to it; None where the weight is frozen.
+    pub dweight: Option<(&'a Buffer, bool)>,
+    /// As `dweight`; None where there is no bias or it is frozen.
+    pub dbias: Option<(&'a Buffer, bool)>,
+    /// f32, twice [`crate::Profile::norm_scratch`].
+    pub scratch: &'a Buffer,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+/// A function of one number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Function {
+    Relu,
+    /// x·Φ(x) with the normal distribution's Φ by `erf`.
+    Gelu,
+    /// The same with Φ by `tanh`.
+    GeluTanh,
+}
+
+/// `out = f(x)`, element by element. `out` may be `x` itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Activation<'a> {
+    pub function: Function,
+    pub x: &'a Buffer,
+    pub out: &'a Buffer,
+}
+
+/// `dx = f'(x) · dout`; `dx` may be either of them.
+#[derive(Clone, Copy, Debug)]
+pub struct ActivationGrad<'a> {
+    pub function: Function,
+    pub x: &'a Buffer,
+    pub dout: &'a Buffer,
+    pub dx: &'a Buffer,
+}
+
+/// `out = x / (1 − p)` where an element is kept, and 0 where it is dropped, which happens with probability `p`.
+///
+/// Element `i` is dropped or kept by `key` and `first + i` alone: whoever has the element gets the same answer,
+/// whatever the number of ranks, and the gradient is the same operation over again. `out` may be `x` itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout<'a> {
+    pub x: &'a Buffer,
+    pub out: &'a Buffer,
+    pub p: f32,
+    pub key: u64,
+    /// Number of the first element among all of which `key` decides.
+    pub first: u64,
+}
+
+impl Dropout<'_> {
+    /// An element is dropped where its 32 random bits lie below this.
+    pub fn threshold(&self) -> Result<u64> {
+        if !(0.0..1.0).contains(&self.p) {
+            return Err(Error::argument("dropout", format!("p = {} is not in 0..1", self.p)));
+        }
+        Ok((f64::from(self.p) * 4_294_967_296.0) as u64)
+    }
+
+    /// The random bits of one element (splitmix64, its upper half).
+    pub const fn bits(key: u64, element: u64) -> u32 {
+        let z = key.wrapping_add(element.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 32) as u32
+    }
+}
+
+/// Losses that are sums over a row: `scale · Σ x`, or with a target `scale · Σ (x − target)²`.
+#[derive(Clone, Copy, Debug)]
+pub struct SumLoss<'a> {
+    pub x: &'a Buffer,
+    /// Of `x`'s dtype.
+    pub target: Option<&'a Buffer>,
+    /// f32, one per row.
+    pub losses: &'a Buffer,
+    /// With a seed (one f32 on the device), `x` becomes its gradient times the seed; without, it stays.
+    pub seed: Option<&'a Buffer>,
+    pub scale: f32,
+    pub rows: usize,
+    pub cols: usize,
+}
+
 /// Scalars of one AdamW step, computed in f64 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWScalars {
@@ -369,6 +536,15 @@ pub trait Kernels {
     fn rms_norm(&self, stream: &Stream, args: &RmsNorm<'_>) -> Result<()>;
     fn rms_norm_grad(&self, stream: &Stream, args: &RmsNormGrad<'_>) -> Result<()>;
 
+    fn head_norm(&self, stream: &Stream, args: &HeadNorm<'_>) -> Result<()>;
+    fn head_norm_grad(&self, stream: &Stream, args: &HeadNormGrad<'_>) -> Result<()>;
+
+    fn layer_norm(&self, stream: &Stream, args: &LayerNorm<'_>) -> Result<()>;
+    fn layer_norm_grad(&self, stream: &Stream, args: &LayerNormGrad<'_>) -> Result<()>;
+
+    fn bias(&self, stream: &Stream, args: &Bias<'_>) -> Result<()>;
+    fn bias_grad(&self, stream: &Stream, args: &BiasGrad<'_>) -> Result<()>;
+
     fn rope(&self, stream: &Stream, args: &Rope<'_>) -> Result<()>;
 
     fn attention(&self, stream: &Stream, args: &Attention<'_>) -> Result<()>;
@@ -378,7 +554,13 @@ pub trait Kernels {
     fn swiglu(&self, stream: &Stream, args: &Swiglu<'_>) -> Result<()>;
     fn swiglu_grad(&self, stream: &Stream, args: &SwigluGrad<'_>) -> Result<()>;
 
+    fn activation(&self, stream: &Stream, args: &Activation<'_>) -> Result<()>;
+    fn activation_grad(&self, stream: &Stream, args: &ActivationGrad<'_>) -> Result<()>;
+
+    fn dropout(&self, stream: &Stream, args: &Dropout<'_>) -> Result<()>;
+
     fn cross_entropy(&self, stream: &Stream, args: &CrossEntropy<'_>) -> Result<()>;
+    fn sum_loss(&self, stream: &Stream, args: &SumLoss<'_>) -> Result<()>;
 
     fn adamw(&self, stream: &Stream, args: &AdamW<'_>) -> Result<()>;
 

@@ -1,9 +1,10 @@
 //! A device that counts bytes and computes nothing. The memory plan is made by running a step on it.
 
 use crate::{
-    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad,
-    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu,
-    SwigluGrad,
+    Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
+    LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream,
+    SumLoss, Swiglu, SwigluGrad,
 };
 use std::sync::Arc;
 
@@ -82,6 +83,16 @@ impl Kernels for Null {
         embedding_grad(EmbeddingGrad<'_>),
         rms_norm(RmsNorm<'_>),
         rms_norm_grad(RmsNormGrad<'_>),
+        head_norm(HeadNorm<'_>),
+        head_norm_grad(HeadNormGrad<'_>),
+        layer_norm(LayerNorm<'_>),
+        layer_norm_grad(LayerNormGrad<'_>),
+        bias(Bias<'_>),
+        bias_grad(BiasGrad<'_>),
+        activation(Activation<'_>),
+        activation_grad(ActivationGrad<'_>),
+        dropout(Dropout<'_>),
+        sum_loss(SumLoss<'_>),
         rope(Rope<'_>),
         attention(Attention<'_>),
         attention_grad(AttentionGrad<'_>),

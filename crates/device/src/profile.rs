@@ -37,7 +37,8 @@ impl Profile {
         }
     }
 
-    /// f32 elements of scratch for [`crate::RmsNormGrad`]: rows of partial weight gradients.
+    /// f32 elements of scratch for gradients that are column sums ([`crate::RmsNormGrad`], [`crate::BiasGrad`],
+    /// [`crate::HeadNormGrad`]; [`crate::LayerNormGrad`] needs twice as many): rows of partial sums.
     pub fn norm_scratch(self, rows: usize, cols: usize) -> usize {
         match self {
             Profile::Cpu => cols,

@@ -4,9 +4,10 @@
 //! clock where kernels run inline, with timed events on GPUs. Marks cost a few microseconds each.
 
 use crate::{
-    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Embedding, EmbeddingGrad,
-    Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream, Swiglu,
-    SwigluGrad, cuda,
+    Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
+    LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream,
+    SumLoss, Swiglu, SwigluGrad, cuda,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -139,6 +140,16 @@ impl Kernels for Timed {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        head_norm(HeadNorm<'_>),
+        head_norm_grad(HeadNormGrad<'_>),
+        layer_norm(LayerNorm<'_>),
+        layer_norm_grad(LayerNormGrad<'_>),
+        bias(Bias<'_>),
+        bias_grad(BiasGrad<'_>),
+        activation(Activation<'_>),
+        activation_grad(ActivationGrad<'_>),
+        dropout(Dropout<'_>),
+        sum_loss(SumLoss<'_>),
     );
 
     /// Products are told apart by their sizes: they are most of a step, and each shape has its own speed.

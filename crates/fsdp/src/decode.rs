@@ -294,6 +294,7 @@ impl Fixed {
             weights: &self.weights,
             constants: &self.constants,
             batch: &batch,
+            random: tensor::Random::default(),
             seed: &self.seed,
             mode: Mode::Decode,
             compute: self.decoding.compute,

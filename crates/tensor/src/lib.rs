@@ -17,6 +17,6 @@ mod weights;
 pub use arena::{Arena, Kind, Trace};
 pub use cache::{Cache, Slot};
 pub use error::{Error, Result};
-pub use tape::{Batch, Block, Context, Keep, Mode, Op, Outcome, Pass, Saved, Tape, Var};
+pub use tape::{Batch, Block, Context, Keep, Mode, Op, Outcome, Pass, Random, Saved, Tape, Var};
 pub use tensor::{Shape, Tensor};
 pub use weights::{Constant, ConstantId, Grad, Init, Item, ItemId, Model, WeightSpec, Weights};

@@ -20,6 +20,8 @@ pub enum Mode {
     Train,
     /// Saves nothing; the loss is computed and that is all.
     Eval,
+    /// Saves nothing; the last block gives logits instead of losses.
+    Logits,
     /// Saves nothing; attention sees and extends the context's cache, and the last block gives logits of each
     /// row's last token.
     Decode,
@@ -60,6 +62,28 @@ impl Batch {
     }
 }
 
+/// What decides random choices (dropout): they are the same whatever the number of ranks or micro-batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Random {
+    pub seed: u64,
+    pub step: u64,
+    /// Number of this micro-batch's first row of activations (its first token) within the step's whole batch.
+    pub first_row: u64,
+}
+
+impl Random {
+    /// A key for one operation of this step; `site` tells operations apart.
+    pub fn key(&self, site: u64) -> u64 {
+        // The finisher of splitmix64, once per word: close inputs give keys that have nothing in common.
+        [self.seed, self.step, site].into_iter().fold(0x9e37_79b9_7f4a_7c15, |hash: u64, word| {
+            let z = hash.wrapping_add(word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^ (z >> 31)
+        })
+    }
+}
+
 /// Everything an operation may touch.
 #[derive(Clone, Copy)]
 pub struct Context<'a> {
@@ -72,6 +96,7 @@ pub struct Context<'a> {
     /// One f32 on the device: what the gradient of the summed loss starts from (1 / tokens of the whole
     /// batch, times the loss scale).
     pub seed: &'a Tensor,
+    pub random: Random,
     pub mode: Mode,
     /// Dtype of activations and gathered weights.
     pub compute: Dtype,
@@ -341,7 +366,7 @@ impl Pass<'_> {
 
 /// A piece of a model: the smallest thing a unit can be made of. It owns named weights and has one forward
 /// over a small carry of activations. The first block's carry is empty; the last one's result is one f32 loss
-/// per token, or f32 logits `[rows, vocab]` of each row's last token when decoding.
+/// per token, all logits in [`Mode::Logits`], or f32 logits `[rows, vocab]` of each row's last token when decoding.
 pub trait Block: fmt::Debug + Send + Sync {
     /// The kind wrap policies go by, a Hugging Face class name where there is one.
     fn kind(&self) -> &str;

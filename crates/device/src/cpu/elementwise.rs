@@ -7,7 +7,7 @@ use super::{check, scratch};
 use crate::{Buffer, Dtype, Error, Result, Stream};
 
 /// Elements converted at a time: small enough to stay in the first-level cache.
-const CHUNK: usize = 2048;
+pub const CHUNK: usize = 2048;
 
 pub fn fill(stream: &Stream, dst: &Buffer, value: f32) -> Result<()> {
     check::float("fill", dst)?;

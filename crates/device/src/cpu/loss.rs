@@ -1,8 +1,9 @@
-//! Cross-entropy, and the logits' gradient in their place.
+//! Cross-entropy and losses that are sums, and the gradient in their input's place.
 
+use super::elementwise::{load_from, store_to};
 use super::float::{Float, by_dtype, exp, load, max_of, simd, sum_over};
 use super::{check, scratch};
-use crate::{CrossEntropy, Dtype, Error, Result, Stream};
+use crate::{CrossEntropy, Dtype, Error, Result, Stream, SumLoss};
 
 pub fn cross_entropy(stream: &Stream, args: &CrossEntropy<'_>) -> Result<()> {
     const OP: &str = "cross_entropy";
@@ -72,5 +73,55 @@ simd! {
         for (dst, value) in dst.iter_mut().zip(values) {
             *dst = T::store(value * factor);
         }
+    }
+}
+
+pub fn sum_loss(stream: &Stream, args: &SumLoss<'_>) -> Result<()> {
+    const OP: &str = "sum_loss";
+    let SumLoss { x, target, losses, seed, scale, rows, cols } = *args;
+    let dtype = check::float(OP, x)?;
+    check::buffer(OP, "x", x, dtype, rows * cols)?;
+    target.map_or(Ok(()), |target| check::buffer(OP, "target", target, dtype, rows * cols))?;
+    check::buffer(OP, "losses", losses, Dtype::F32, rows)?;
+    seed.map_or(Ok(()), |seed| check::buffer(OP, "seed", seed, Dtype::F32, 1))?;
+    check::stream(OP, stream)?.run(|| {
+        let mut seed_value = [0.0];
+        seed.map_or(Ok(()), |seed| load_from(seed, 0, &mut seed_value))?;
+        let slope = scale * seed_value[0];
+        scratch::with([cols, cols], |[row, wanted]| {
+            for r in 0..rows {
+                load_from(x, r * cols, row)?;
+                let sum = match target {
+                    None => sum_of(row),
+                    Some(target) => {
+                        load_from(target, r * cols, wanted)?;
+                        squared_errors(row, wanted, 2.0 * slope)
+                    }
+                };
+                store_to(losses, r, &[scale * sum])?;
+                if target.is_none() {
+                    row.fill(slope);
+                }
+                seed.map_or(Ok(()), |_| store_to(x, r * cols, row))?;
+            }
+            Ok(())
+        })
+    })
+}
+
+simd! {
+    fn sum_of(values: &[f32]) -> f32 {
+        sum_over([values], |[value]| value)
+    }
+}
+
+simd! {
+    /// Σ (x − target)²; `x` becomes `slope · (x − target)`.
+    fn squared_errors(x: &mut [f32], target: &[f32], slope: f32) -> f32 {
+        let sum = sum_over([x, target], |[x, target]| (x - target) * (x - target));
+        for (x, target) in x.iter_mut().zip(target) {
+            *x = (*x - target) * slope;
+        }
+        sum
     }
 }

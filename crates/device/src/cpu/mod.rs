@@ -3,13 +3,18 @@
 //! Kernels run on the thread that calls them, one file per family. They convert rows or tiles to f32, compute
 //! there, and round where the interface says; a converted row also makes it safe to write over an input.
 
+mod activation;
 mod attention;
 mod attention_cached;
+mod bias;
 mod check;
+mod dropout;
 mod elementwise;
 mod embedding;
 mod float;
 mod gemm;
+mod head_norm;
+mod layer_norm;
 mod loss;
 mod memory;
 mod norm;
@@ -22,9 +27,10 @@ mod swiglu;
 pub use stream::{Event, Stream};
 
 use crate::{
-    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding,
-    EmbeddingGrad, Error, Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
-    Rope, Swiglu, SwigluGrad,
+    Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
+    CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
+    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
+    SumLoss, Swiglu, SwigluGrad,
 };
 use memory::{Counters, Region};
 use std::sync::Arc;
@@ -106,6 +112,16 @@ impl Kernels for Cpu {
         embedding::embedding_grad(EmbeddingGrad<'_>),
         norm::rms_norm(RmsNorm<'_>),
         norm::rms_norm_grad(RmsNormGrad<'_>),
+        head_norm::head_norm(HeadNorm<'_>),
+        head_norm::head_norm_grad(HeadNormGrad<'_>),
+        layer_norm::layer_norm(LayerNorm<'_>),
+        layer_norm::layer_norm_grad(LayerNormGrad<'_>),
+        bias::bias(Bias<'_>),
+        bias::bias_grad(BiasGrad<'_>),
+        activation::activation(Activation<'_>),
+        activation::activation_grad(ActivationGrad<'_>),
+        dropout::dropout(Dropout<'_>),
+        loss::sum_loss(SumLoss<'_>),
         rope::rope(Rope<'_>),
         attention::attention(Attention<'_>),
         attention::attention_grad(AttentionGrad<'_>),
@@ -269,9 +285,49 @@ mod tests {
         };
         device.cross_entropy(&stream, &args).unwrap();
 
+        let (layer, dlayer, db, sums) = (out(), out(), f32s(cols), f32s(2 * cols));
+        let statistics = f32s(2 * rows);
+        let args = LayerNorm {
+            x: &x,
+            weight: &weight,
+            bias: Some(&weight),
+            out: &layer,
+            statistics: &statistics,
+            rows,
+            cols,
+            eps: 1e-5,
+        };
+        device.layer_norm(&stream, &args).unwrap();
+        let args = LayerNormGrad {
+            dout: &act,
+            x: &x,
+            weight: &weight,
+            statistics: &statistics,
+            dx: &dlayer,
+            dweight: None,
+            dbias: Some((&db, false)),
+            scratch: &sums,
+            rows,
+            cols,
+        };
+        device.layer_norm_grad(&stream, &args).unwrap();
+        let (gelu, dgelu, tanh, fewer) = (out(), out(), out(), out());
+        let erf = crate::Function::Gelu;
+        device.activation(&stream, &Activation { function: erf, x: &x, out: &gelu }).unwrap();
+        let args = ActivationGrad { function: erf, x: &x, dout: &gelu, dx: &dgelu };
+        device.activation_grad(&stream, &args).unwrap();
+        let function = crate::Function::GeluTanh;
+        device.activation(&stream, &Activation { function, x: &x, out: &tanh }).unwrap();
+        device.dropout(&stream, &Dropout { x: &x, out: &fewer, p: 0.3, key: 5, first: 9 }).unwrap();
+
         let bytes =
             |buffer: &Buffer| device.read_vec::<u8>(&stream, &buffer.cast_bits(Dtype::U8).unwrap()).unwrap();
-        [&norm, &dx, &dw, &act, &dact, &att, &datt, &one, &p, &m, &v, &y, &losses].map(bytes).to_vec()
+        [
+            &norm, &dx, &dw, &act, &dact, &att, &datt, &one, &p, &m, &v, &y, &losses, &layer, &dlayer, &db,
+            &gelu, &dgelu, &tanh, &fewer,
+        ]
+        .map(bytes)
+        .to_vec()
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub fn rms_norm(stream: &Stream, args: &RmsNorm<'_>) -> Result<()> {
 
 simd! {
     /// row = weight · round(row · scale)
-    fn normalise<T>(row: &mut [f32], weight: &[f32], scale: f32) {
+    pub fn normalise<T>(row: &mut [f32], weight: &[f32], scale: f32) {
         for (x, w) in row.iter_mut().zip(weight) {
             *x = round::<T>(*x * scale) * w;
         }
@@ -91,7 +91,7 @@ pub fn rms_norm_grad(stream: &Stream, args: &RmsNormGrad<'_>) -> Result<()> {
 
 simd! {
     /// One row: adds to `dweight`, and to `dx` what reaches the row's input. `x` becomes x̂.
-    fn grad_row(x: &mut [f32], dout: &[f32], weight: &[f32], rstd: f32, dweight: &mut [f32], dx: &mut [f32]) {
+    pub fn grad_row(x: &mut [f32], dout: &[f32], weight: &[f32], rstd: f32, dweight: &mut [f32], dx: &mut [f32]) {
         let cols = x.len();
         let (dout, weight, dweight, dx) = (&dout[..cols], &weight[..cols], &mut dweight[..cols], &mut dx[..cols]);
         for i in 0..cols {

@@ -9,9 +9,10 @@ use super::nvrtc::Program;
 use super::staging::Staging;
 use super::stream::Stream;
 use crate::{
-    AdamW, Attention, AttentionCached, AttentionGrad, Buffer, CrossEntropy, Device, Dtype, Embedding,
-    EmbeddingGrad, Error, Gemm, Kernels, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
-    Rope, Swiglu, SwigluGrad,
+    Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
+    CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
+    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
+    SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -211,13 +212,23 @@ macro_rules! delegate {
     };
 }
 
-/// The kernels themselves are in `flat`, `rows`, `attention` and `gemm`, as methods of the same names.
+/// The kernels themselves are in `flat`, `rows`, `norms`, `attention` and `gemm`, as methods of the same names.
 impl Kernels for Cuda {
     delegate!(
         embedding(Embedding<'_>),
         embedding_grad(EmbeddingGrad<'_>),
         rms_norm(RmsNorm<'_>),
         rms_norm_grad(RmsNormGrad<'_>),
+        head_norm(HeadNorm<'_>),
+        head_norm_grad(HeadNormGrad<'_>),
+        layer_norm(LayerNorm<'_>),
+        layer_norm_grad(LayerNormGrad<'_>),
+        bias(Bias<'_>),
+        bias_grad(BiasGrad<'_>),
+        activation(Activation<'_>),
+        activation_grad(ActivationGrad<'_>),
+        dropout(Dropout<'_>),
+        sum_loss(SumLoss<'_>),
         rope(Rope<'_>),
         attention(Attention<'_>),
         attention_grad(AttentionGrad<'_>),

@@ -1,11 +1,11 @@
-//! Kernels over flat ranges: copies, casts, sums and the optimizer.
+//! Kernels over flat ranges: copies, casts, functions of one number, sums and the optimizer.
 
 use super::device::{Cuda, aligned, expect, float};
 use super::driver::check;
 use super::module::{Launch, args};
-use super::nvrtc::{ADAMW, ELEMENTWISE, REDUCE};
+use super::nvrtc::{ADAMW, ELEMENTWISE, POINTWISE, REDUCE};
 use super::stream::Stream;
-use crate::{AdamW, Buffer, Dtype, Error, Result};
+use crate::{Activation, ActivationGrad, AdamW, Buffer, Dropout, Dtype, Error, Function, Result};
 use cudarc::driver::sys;
 
 const BLOCK: usize = 256;
@@ -27,6 +27,15 @@ fn code(dtype: Dtype) -> usize {
         Dtype::F32 => 0,
         Dtype::Bf16 => 1,
         _ => 2,
+    }
+}
+
+/// What `pointwise.cu` calls a function.
+fn name_of(function: Function) -> &'static str {
+    match function {
+        Function::Relu => "relu",
+        Function::Gelu => "gelu",
+        Function::GeluTanh => "gelu_tanh",
     }
 }
 
@@ -189,5 +198,46 @@ impl Cuda {
             vector,
         ];
         self.launch(stream, &ADAMW, "adamw", self.flat(n, vector), values)
+    }
+
+    pub(super) fn activation(&self, stream: &Stream, a: &Activation<'_>) -> Result<()> {
+        let op = "activation";
+        let dtype = float(op, a.x)?;
+        expect(op, "out", a.out, dtype, 0)?;
+        expect_equal_len(op, a.x, a.out)?;
+        let (n, vector) = (a.x.len(), aligned(&[a.x, a.out]));
+        if n == 0 {
+            return Ok(());
+        }
+        let name = format!("{}_{dtype}", name_of(a.function));
+        self.launch(stream, &POINTWISE, &name, self.flat(n, vector), args![a.x, a.out, n, vector])
+    }
+
+    pub(super) fn activation_grad(&self, stream: &Stream, a: &ActivationGrad<'_>) -> Result<()> {
+        let op = "activation_grad";
+        let dtype = float(op, a.x)?;
+        for buffer in [a.dout, a.dx] {
+            expect(op, "dout or dx", buffer, dtype, 0)?;
+            expect_equal_len(op, a.x, buffer)?;
+        }
+        let (n, vector) = (a.x.len(), aligned(&[a.x, a.dout, a.dx]));
+        if n == 0 {
+            return Ok(());
+        }
+        let name = format!("{}_grad_{dtype}", name_of(a.function));
+        self.launch(stream, &POINTWISE, &name, self.flat(n, vector), args![a.x, a.dout, a.dx, n, vector])
+    }
+
+    pub(super) fn dropout(&self, stream: &Stream, a: &Dropout<'_>) -> Result<()> {
+        let op = "dropout";
+        let (dtype, threshold, scale) = (float(op, a.x)?, a.threshold()? as usize, 1.0 / (1.0 - a.p));
+        expect(op, "out", a.out, dtype, 0)?;
+        expect_equal_len(op, a.x, a.out)?;
+        let (n, vector) = (a.x.len(), aligned(&[a.x, a.out]));
+        if n == 0 {
+            return Ok(());
+        }
+        let values = args![a.x, a.out, a.key as usize, a.first as usize, threshold, scale, n, vector];
+        self.launch(stream, &POINTWISE, &format!("dropout_{dtype}"), self.flat(n, vector), values)
     }
 }

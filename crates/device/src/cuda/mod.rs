@@ -15,6 +15,7 @@ mod flat;
 mod gemm;
 mod library;
 mod module;
+mod norms;
 mod nvrtc;
 mod rows;
 mod staging;

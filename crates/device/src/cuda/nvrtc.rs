@@ -37,11 +37,15 @@ programs! {
     ATTENTION_F32 = "attention_f32", "attention.cu", &["--define-macro=ATTENTION_F32"];
     ATTENTION_BF16 = "attention_bf16", "attention.cu", &["--define-macro=ATTENTION_BF16"];
     ATTENTION_F16 = "attention_f16", "attention.cu", &["--define-macro=ATTENTION_F16"];
+    BIAS = "bias", "bias.cu", AS_WRITTEN;
     CACHE = "cache", "cache.cu", &[];
     ELEMENTWISE = "elementwise", "elementwise.cu", AS_WRITTEN;
     EMBEDDING = "embedding", "embedding.cu", AS_WRITTEN;
+    HEAD_NORM = "head_norm", "head_norm.cu", AS_WRITTEN;
+    LAYER_NORM = "layer_norm", "layer_norm.cu", AS_WRITTEN;
     LOSS = "loss", "loss.cu", AS_WRITTEN;
     NORM = "norm", "norm.cu", AS_WRITTEN;
+    POINTWISE = "pointwise", "pointwise.cu", AS_WRITTEN;
     REDUCE = "reduce", "reduce.cu", AS_WRITTEN;
 }
 

@@ -6,32 +6,32 @@ use super::nvrtc::{ACTIVATION, EMBEDDING, LOSS, NORM};
 use super::stream::Stream;
 use crate::{
     CrossEntropy, Dtype, Embedding, EmbeddingGrad, Error, Result, RmsNorm, RmsNormGrad, Rope, Rotation,
-    Swiglu, SwigluGrad,
+    SumLoss, Swiglu, SwigluGrad,
 };
 
 /// Elements a thread takes at a time, where alignment allows.
-const GROUP: usize = 8;
+pub(super) const GROUP: usize = 8;
 /// Blocks along a grid's first side at most; kernels walk over what is left.
-const MAX_ROWS: usize = 1 << 20;
+pub(super) const MAX_ROWS: usize = 1 << 20;
 /// A grid's second side ends here.
-const MAX_GRID_Y: usize = 65_535;
+pub(super) const MAX_GRID_Y: usize = 65_535;
 /// Blocks, and so rows of partial weight gradients, of a norm's gradient at most.
-const MAX_PARTIALS: usize = 256;
+pub(super) const MAX_PARTIALS: usize = 256;
 /// Room for a norm's partial weight gradient in shared memory, with a margin for what the kernel has of its own.
-const MAX_SHARED_BYTES: usize = 40 << 10;
+pub(super) const MAX_SHARED_BYTES: usize = 40 << 10;
 
 /// Threads for a row: enough to take it in one go, up to `most`.
-fn threads(cols: usize, vector: bool, most: usize) -> usize {
+pub(super) fn threads(cols: usize, vector: bool, most: usize) -> usize {
     let items = if vector { cols.div_ceil(GROUP) } else { cols };
     items.next_multiple_of(32).clamp(32, most)
 }
 
-fn elements(op: &'static str, rows: usize, cols: usize) -> Result<usize> {
+pub(super) fn elements(op: &'static str, rows: usize, cols: usize) -> Result<usize> {
     rows.checked_mul(cols).ok_or_else(|| Error::argument(op, format!("{rows} × {cols} elements")))
 }
 
 /// Elements from the first to the last of `rows` rows of `cols`, `stride` apart.
-fn span(op: &'static str, rows: usize, cols: usize, stride: usize) -> Result<usize> {
+pub(super) fn span(op: &'static str, rows: usize, cols: usize, stride: usize) -> Result<usize> {
     if stride < cols {
         return Err(Error::argument(op, format!("rows of {cols} are {stride} apart")));
     }
@@ -162,7 +162,7 @@ impl Cuda {
     }
 
     /// Blocks along a row, and rows.
-    fn columns_and_rows(&self, rows: usize, cols: usize, vector: bool) -> Launch {
+    pub(super) fn columns_and_rows(&self, rows: usize, cols: usize, vector: bool) -> Launch {
         let items = if vector { cols.div_ceil(GROUP) } else { cols };
         let block = threads(cols, vector, 256);
         Launch { grid: [items.div_ceil(block).min(MAX_ROWS), rows.min(MAX_GRID_Y)], block, shared_bytes: 0 }
@@ -213,5 +213,20 @@ impl Cuda {
         let launch = Launch::new(a.rows.min(MAX_ROWS), threads(a.vocab, vector, 512));
         let values = args![a.logits, a.labels, a.losses, a.seed, a.rows, a.vocab, a.stride, vector];
         self.launch(stream, &LOSS, &format!("cross_entropy_{dtype}"), launch, values)
+    }
+
+    pub(super) fn sum_loss(&self, stream: &Stream, a: &SumLoss<'_>) -> Result<()> {
+        let op = "sum_loss";
+        let (dtype, len) = (float(op, a.x)?, elements(op, a.rows, a.cols)?);
+        a.x.expect_len(op, "x", len)?;
+        a.target.map_or(Ok(()), |target| expect(op, "target", target, dtype, len))?;
+        expect(op, "losses", a.losses, Dtype::F32, a.rows)?;
+        a.seed.map_or(Ok(()), |seed| expect(op, "seed", seed, Dtype::F32, 1))?;
+        if a.rows == 0 {
+            return Ok(());
+        }
+        let launch = Launch::new(a.rows.min(MAX_ROWS), threads(a.cols, false, 512));
+        let values = args![a.x, a.target, a.losses, a.seed, a.scale, a.rows, a.cols];
+        self.launch(stream, &LOSS, &format!("sum_loss_{dtype}"), launch, values)
     }
 }

@@ -1,6 +1,6 @@
 //! The kernels' mathematics in f64, written from their definitions.
 
-use device::AttentionShape;
+use device::{AttentionShape, Function};
 
 /// (out, rstd)
 pub fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
@@ -192,4 +192,81 @@ pub fn gemm(
         }
     }
     c
+}
+
+/// (out, mean and rstd of each row)
+pub fn layer_norm(x: &[f64], weight: &[f64], bias: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+    let cols = weight.len();
+    let (mut out, mut statistics) = (Vec::new(), Vec::new());
+    for row in x.chunks(cols) {
+        let mean = row.iter().sum::<f64>() / cols as f64;
+        let variance = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / cols as f64;
+        let rstd = 1.0 / (variance + eps).sqrt();
+        statistics.extend([mean, rstd]);
+        out.extend((0..cols).map(|i| (row[i] - mean) * rstd * weight[i] + bias[i]));
+    }
+    (out, statistics)
+}
+
+/// (dx, dweight, dbias)
+pub fn layer_norm_grad(dout: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+    let cols = weight.len();
+    let (_, statistics) = layer_norm(x, weight, weight, eps);
+    let (mut dx, mut dweight, mut dbias) = (Vec::new(), vec![0.0; cols], vec![0.0; cols]);
+    for (r, (row, dout)) in x.chunks(cols).zip(dout.chunks(cols)).enumerate() {
+        let (mean, rstd) = (statistics[2 * r], statistics[2 * r + 1]);
+        let normed: Vec<f64> = row.iter().map(|v| (v - mean) * rstd).collect();
+        let inner: Vec<f64> = weight.iter().zip(dout).map(|(w, d)| w * d).collect();
+        let level = inner.iter().sum::<f64>() / cols as f64;
+        let along = super::harness::dot(&inner, &normed) / cols as f64;
+        for i in 0..cols {
+            dweight[i] += dout[i] * normed[i];
+            dbias[i] += dout[i];
+            dx.push((inner[i] - level - normed[i] * along) * rstd);
+        }
+    }
+    (dx, dweight, dbias)
+}
+
+/// The normal distribution's Φ: a series near 0, a continued fraction in the tails.
+fn normal(x: f64) -> f64 {
+    let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    if x.abs() < 3.0 {
+        let (mut term, mut sum) = (x, x);
+        for n in 1..200 {
+            term *= x * x / (2 * n + 1) as f64;
+            sum += term;
+        }
+        return 0.5 + density * sum;
+    }
+    let z = x.abs();
+    let fraction = (1..100).rev().fold(z, |fraction, n| z + f64::from(n) / fraction);
+    let tail = density / fraction;
+    if x < 0.0 { tail } else { 1.0 - tail }
+}
+
+/// The tanh form of Φ and its slope.
+fn normal_tanh(x: f64) -> (f64, f64) {
+    let scale = (2.0 / std::f64::consts::PI).sqrt();
+    let tanh = (scale * (x + 0.044715 * x.powi(3))).tanh();
+    (0.5 * (1.0 + tanh), 0.5 * (1.0 - tanh * tanh) * scale * (1.0 + 3.0 * 0.044715 * x * x))
+}
+
+pub fn function(function: Function, x: f64) -> f64 {
+    match function {
+        Function::Relu => x.max(0.0),
+        Function::Gelu => x * normal(x),
+        Function::GeluTanh => x * normal_tanh(x).0,
+    }
+}
+
+pub fn slope(function: Function, x: f64) -> f64 {
+    match function {
+        Function::Relu => f64::from(u8::from(x > 0.0)),
+        Function::Gelu => normal(x) + x * (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt(),
+        Function::GeluTanh => {
+            let (normal, slope) = normal_tanh(x);
+            normal + x * slope
+        }
+    }
 }

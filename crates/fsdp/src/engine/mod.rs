@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Arena};
 use tensor::optim::AdamW;
-use tensor::{Batch, Model, Tape, Tensor};
+use tensor::{Batch, Model, Random, Tape, Tensor};
 
 /// The ranks to work with. Gathers and reduces have a group each, so that one never waits for the other.
 #[derive(Clone, Debug)]
@@ -35,6 +35,11 @@ impl Groups {
     /// One group for every purpose: for a rank alone, or a plan.
     pub fn all(group: Arc<dyn Group>) -> Self {
         Groups { world: group.clone(), gather: group.clone(), reduce: group.clone(), replicate: group }
+    }
+
+    /// The same ranks twice, for gathers and for reduces, without replicas.
+    pub fn pair(gather: Arc<dyn Group>, reduce: Arc<dyn Group>) -> Self {
+        Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce }
     }
 }
 
@@ -74,6 +79,8 @@ pub struct Engine {
     walk: Walk,
     /// The ends of the last steps issued, oldest first: the host runs at most [`MAX_AHEAD`] steps ahead.
     issued: VecDeque<Event>,
+    /// Decides random choices, together with step and token.
+    seed: u64,
 }
 
 /// Steps the host may issue before the device has finished them.
@@ -139,6 +146,8 @@ struct Walk {
     kept: Vec<Option<Vec<Tensor>>>,
     carry: Vec<Tensor>,
     carry_grads: Vec<Option<Tensor>>,
+    /// Where the micro-batch stands in the run.
+    random: Random,
 }
 
 #[derive(Debug)]
@@ -204,7 +213,7 @@ impl Engine {
             scalars,
             arenas,
         };
-        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new() })
+        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new(), seed: 0 })
     }
 
     /// Whether this rank, of those that hold the same shard, is the one that counts and writes.
@@ -214,6 +223,11 @@ impl Engine {
 
     pub fn plan(&self) -> &Plan {
         &self.fixed.plan
+    }
+
+    /// What random choices (dropout) depend on, beside step and token; the same on all ranks. 0 at first.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
     }
 
     pub fn device(&self) -> &dyn Device {
@@ -271,6 +285,7 @@ impl Walk {
             kept: nothing(units),
             carry: vec![],
             carry_grads: vec![],
+            random: Random::default(),
         }
     }
 }

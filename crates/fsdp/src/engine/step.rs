@@ -7,7 +7,7 @@ use comm::Reduction;
 use device::Dtype;
 use std::cell::Cell;
 use tensor::optim::Decay;
-use tensor::{Arena, Context, Keep, Kind, Mode, Tape, Tensor};
+use tensor::{Arena, Context, Keep, Kind, Mode, Random, Tape, Tensor};
 
 impl Engine {
     /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
@@ -23,6 +23,8 @@ impl Engine {
         for (index, batch) in batches.iter().enumerate() {
             let schedule = self.fixed.plan.schedule_of(index, batches.len());
             self.fixed.load(batch)?;
+            let first_row = self.fixed.first_row(index, batches.len());
+            self.walk.random = Random { seed: self.seed, step: hyper.step, first_row };
             self.walk_schedule(schedule, num_targets, Some(hyper))?;
         }
         self.issued.push_back(self.fixed.compute.record()?);
@@ -124,7 +126,20 @@ impl Fixed {
         Ok(self.compute.wait(&self.reduce.record()?)?)
     }
 
-    fn context<'a>(&'a self, arena: &'a Arena, weights: &'a View<'a>, mode: Mode) -> Context<'a> {
+    /// Tokens of the whole batch before this rank's micro-batch: ranks take theirs in order, and so do
+    /// micro-batches within a rank.
+    fn first_row(&self, micro_batch: usize, micro_batches: usize) -> u64 {
+        let tokens = self.plan.settings.fields.first().map_or(0, |field| field.shape.numel());
+        ((self.rank() * micro_batches + micro_batch) * tokens) as u64
+    }
+
+    fn context<'a>(
+        &'a self,
+        arena: &'a Arena,
+        weights: &'a View<'a>,
+        mode: Mode,
+        random: Random,
+    ) -> Context<'a> {
         Context {
             device: &*self.device,
             stream: &self.compute,
@@ -133,6 +148,7 @@ impl Fixed {
             constants: &self.constants,
             batch: &self.batch,
             seed: &self.scalars.seed,
+            random,
             mode,
             compute: self.plan.settings.precision.compute,
             loss_chunk: self.plan.settings.loss_chunk,
@@ -185,7 +201,7 @@ impl Walk {
         let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
-        let context = fixed.context(arena, &view, mode);
+        let context = fixed.context(arena, &view, mode, self.random);
         let carry = tape.forward(context, blocks.iter().map(|block| &**block), carry)?;
         Ok(((mode == Mode::Train).then_some(tape), carry))
     }
@@ -217,7 +233,7 @@ impl Walk {
         let tape = self.tapes[unit].take().expect("a unit's forward comes before its backward");
         let grads = std::mem::take(&mut self.carry_grads);
         let view = View::new(fixed, self);
-        self.carry_grads = tape.backward(fixed.context(arena, &view, Mode::Train), grads)?;
+        self.carry_grads = tape.backward(fixed.context(arena, &view, Mode::Train, self.random), grads)?;
         Ok(())
     }
 

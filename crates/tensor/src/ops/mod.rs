@@ -1,17 +1,27 @@
 //! Operations: one file each, forward and backward side by side.
 
+mod activation;
 mod attention;
+mod dropout;
 mod embedding;
+mod head_norm;
+mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
+mod loss;
 mod rms_norm;
 mod rope;
 mod swiglu;
 
+pub use activation::{gelu, gelu_tanh, relu};
 pub use attention::attention;
+pub use dropout::dropout;
 pub use embedding::embedding;
+pub use head_norm::head_norm;
+pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use linear_cross_entropy::linear_cross_entropy;
+pub use loss::{cross_entropy, squared_error, sum_loss};
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rope::rope;
 pub use swiglu::swiglu;

@@ -113,3 +113,32 @@ __device__ void cross_entropy(
 CROSS_ENTROPY(float, f32)
 CROSS_ENTROPY(bf16, bf16)
 CROSS_ENTROPY(f16, f16)
+
+// Losses that are sums over a row, one block each: scale · Σ x, or scale · Σ (x − target)² where there is a
+// target. With a seed the row becomes its gradient.
+template <typename T>
+__device__ void sum_loss(
+    T* x, const T* target, float* losses, const float* seed, float scale, i64 rows, i64 cols
+) {
+    for (i64 r = blockIdx.x; r < rows; r += gridDim.x) {
+        float sum = 0.0f;
+        for (i64 c = threadIdx.x; c < cols; c += blockDim.x) {
+            const float value = to_f32(x[r * cols + c]);
+            const float error = target ? value - to_f32(target[r * cols + c]) : 0.0f;
+            sum += target ? error * error : value;
+            if (seed) x[r * cols + c] = from_f32<T>(target ? error * (2.0f * (scale * seed[0])) : scale * seed[0]);
+        }
+        sum = block_sum(sum);
+        if (threadIdx.x == 0) losses[r] = scale * sum;
+    }
+}
+
+#define SUM_LOSS(T, t) \
+    extern "C" __global__ void sum_loss_##t( \
+        T* x, const T* target, float* losses, const float* seed, float scale, i64 rows, i64 cols \
+    ) { \
+        sum_loss(x, target, losses, seed, scale, rows, cols); \
+    }
+SUM_LOSS(float, f32)
+SUM_LOSS(bf16, bf16)
+SUM_LOSS(f16, f16)
