@@ -10,6 +10,7 @@
 
 pub mod bench;
 mod call;
+mod copy;
 mod error;
 mod group;
 pub mod local;

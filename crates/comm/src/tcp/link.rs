@@ -2,6 +2,7 @@
 //! each direction. Then the bytes go through the rings, and the socket carries single bytes that wake a sleeper
 //! (so that one `poll` waits for near and far peers alike) and tells when the peer is gone.
 
+use crate::copy::copy;
 use crate::shm::system::Mapping;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -127,9 +128,9 @@ impl Link {
         }
         let start = at as usize % RING;
         let now = there().min(bytes.len()).min(RING - start);
-        let from = near.memory.at(near.into + DATA + start, now) as *const u8;
+        let from = near.memory.at(near.into + DATA + start, now);
         // SAFETY: these bytes of the ring are written, and left alone until the counter is raised.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), now) };
+        unsafe { copy(from, bytes.as_mut_ptr() as usize, now, bytes.len()) };
         read.store(at.wrapping_add(now as u32), Ordering::SeqCst);
         let sleeps = near.word(near.into, WRITER_SLEEPS).swap(0, Ordering::SeqCst) == 1;
         self.wake(sleeps);
