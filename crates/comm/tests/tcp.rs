@@ -78,6 +78,17 @@ fn a_killed_rank_fails_the_others_within_a_second() {
 }
 
 #[test]
+fn a_rank_killed_midway_fails_the_others_too() {
+    match me() {
+        Some(me) => processes::killed_midway(&on_cpu(join(&me, LONG))),
+        None => {
+            let test = "a_rank_killed_midway_fails_the_others_too";
+            [FAR, &[]].iter().for_each(|far| run_killed(test, far));
+        }
+    }
+}
+
+#[test]
 fn a_timeout_names_who_is_missing() {
     match me() {
         Some(me) => processes::timeout(&on_cpu(join(&me, Duration::from_millis(700)))),
