@@ -19,8 +19,9 @@ const ONE_WAY: usize = DATA + RING;
 /// Bytes of both rings.
 pub const BYTES: usize = 2 * ONE_WAY;
 
-/// How often a lost segment is sent again before a link counts as cut: about six seconds.
-const MAX_RETRANSMITS: u8 = 5;
+/// How often the kernel sends again, or asks whether it may send, without any answer before a link counts as
+/// cut: about six seconds.
+const MAX_UNANSWERED: u8 = 5;
 
 #[derive(Debug)]
 pub struct Link {
@@ -181,7 +182,7 @@ impl Link {
         let code = unsafe {
             libc::getsockopt(self.socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, into, &mut len)
         };
-        code == 0 && info.tcpi_retransmits >= MAX_RETRANSMITS
+        code == 0 && info.tcpi_retransmits.max(info.tcpi_probes) >= MAX_UNANSWERED
     }
 }
 
