@@ -11,6 +11,7 @@
 
 pub mod bench;
 mod call;
+mod copy;
 mod error;
 mod group;
 pub mod local;

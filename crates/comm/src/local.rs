@@ -88,8 +88,11 @@ struct State {
     gone: Vec<Option<&'static str>>,
     slots: HashMap<Number, Slot>,
     /// Sub-groups whose ranks have not all taken their handles, by the split's number and its first rank.
-    halves: HashMap<(u64, usize), Vec<Option<Arc<dyn Group>>>>,
+    halves: HashMap<(u64, usize), Handles>,
 }
+
+/// One per rank, until it takes it.
+type Handles = Vec<Option<Arc<dyn Group>>>;
 
 /// One call.
 struct Slot {

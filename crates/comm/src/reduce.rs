@@ -1,5 +1,6 @@
 //! Sums and maxima over the ranks' host memory, always in rank order.
 
+use crate::copy::{self, LARGE};
 use crate::{Reduction, Result};
 use device::{Buffer, Dtype, Element, Error};
 use half::slice::HalfFloatSliceExt;
@@ -84,10 +85,11 @@ pub(crate) fn supports(op: &'static str, dtype: Dtype) -> Result<()> {
 pub(crate) unsafe fn reduce(sources: &[Buffer], dst: &Buffer, reduction: Reduction) -> device::Result<()> {
     let addresses: Vec<usize> = sources.iter().map(Buffer::address).collect();
     // SAFETY: the caller's promise is passed on; buffers are aligned for their elements.
-    unsafe { reduce_at(&addresses, dst.address(), dst.len(), dst.dtype(), reduction) }
+    unsafe { reduce_at(&addresses, dst.address(), dst.len(), dst.dtype(), reduction, dst.num_bytes()) }
 }
 
-/// [`reduce`] of `len` elements at bare addresses.
+/// [`reduce`] of `len` elements at bare addresses. `whole` says how many bytes the destination has that this is
+/// a piece of.
 ///
 /// # Safety
 /// Each address is that of `len` elements in host memory, aligned for them; nobody writes the sources and
@@ -98,14 +100,17 @@ pub(crate) unsafe fn reduce_at(
     len: usize,
     dtype: Dtype,
     reduction: Reduction,
+    whole: usize,
 ) -> device::Result<()> {
+    // A destination that is also a source was just read, and so is in the cache.
+    let past_cache = whole >= LARGE && !sources.contains(&dst);
     // SAFETY: the caller's promise is passed on.
     unsafe {
         match dtype {
-            Dtype::F32 => reduce_as::<f32>(sources, dst, len, reduction),
-            Dtype::Bf16 => reduce_as::<bf16>(sources, dst, len, reduction),
-            Dtype::F16 => reduce_as::<f16>(sources, dst, len, reduction),
-            Dtype::I32 => reduce_as::<i32>(sources, dst, len, reduction),
+            Dtype::F32 => reduce_as::<f32>(sources, dst, len, reduction, past_cache),
+            Dtype::Bf16 => reduce_as::<bf16>(sources, dst, len, reduction, past_cache),
+            Dtype::F16 => reduce_as::<f16>(sources, dst, len, reduction, past_cache),
+            Dtype::I32 => reduce_as::<i32>(sources, dst, len, reduction, past_cache),
             Dtype::U8 => return Err(Error::Unsupported { op: "reduce", dtype }),
         }
     }
@@ -114,9 +119,16 @@ pub(crate) unsafe fn reduce_at(
 
 /// # Safety
 /// As for [`reduce_at`].
-unsafe fn reduce_as<T: Reduce>(sources: &[usize], dst: usize, len: usize, reduction: Reduction) {
+unsafe fn reduce_as<T: Reduce>(
+    sources: &[usize],
+    dst: usize,
+    len: usize,
+    reduction: Reduction,
+    past_cache: bool,
+) {
     let mut sums = vec![T::Sum::default(); SLICE.min(len)];
     let mut scratch = sums.clone();
+    let mut rounded = vec![T::ZERO; if past_cache { sums.len() } else { 0 }];
     for start in (0..len).step_by(SLICE) {
         let len = SLICE.min(len - start);
         let (sums, scratch) = (&mut sums[..len], &mut scratch[..len]);
@@ -130,6 +142,12 @@ unsafe fn reduce_as<T: Reduce>(sources: &[usize], dst: usize, len: usize, reduct
                 _ => T::fold(sums, elements, scratch, reduction),
             }
         }
+        if past_cache {
+            T::store(sums, &mut rounded[..len]);
+            // SAFETY: only we touch the destination, which is no source, nor `rounded`.
+            unsafe { copy::copy(rounded.as_ptr() as usize, dst + offset, len * size_of::<T>(), LARGE) };
+            continue;
+        }
         // SAFETY: only we touch the destination, and no slice of a source is alive.
         T::store(sums, unsafe { std::slice::from_raw_parts_mut((dst + offset) as *mut T, len) });
     }
@@ -142,11 +160,6 @@ unsafe fn reduce_as<T: Reduce>(sources: &[usize], dst: usize, len: usize, reduct
 /// touches `dst` until this returns.
 pub(crate) unsafe fn copy_bytes(src: &Buffer, dst: &Buffer) {
     assert_eq!(src.num_bytes(), dst.num_bytes(), "a copy between buffers of different sizes");
-    if src.address() == dst.address() || src.is_empty() {
-        return;
-    }
     // SAFETY: sizes are equal and inside their regions; the caller vouches for the rest.
-    unsafe {
-        std::ptr::copy_nonoverlapping(src.address() as *const u8, dst.address() as *mut u8, src.num_bytes());
-    }
+    unsafe { copy::copy(src.address(), dst.address(), src.num_bytes(), dst.num_bytes()) };
 }

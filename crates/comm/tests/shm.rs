@@ -62,6 +62,12 @@ fn a_killed_rank_fails_the_others_within_a_second() {
 }
 
 #[test]
+fn a_rank_killed_midway_fails_the_others_too() {
+    let Some(me) = me() else { return run_killed("a_rank_killed_midway_fails_the_others_too", &[]) };
+    processes::killed_midway(&on_cpu(join(&me, LONG)));
+}
+
+#[test]
 fn a_dropped_handle_and_an_early_end_are_told_apart() {
     let Some(me) = me() else { return run("a_dropped_handle_and_an_early_end_are_told_apart", 2, &[]) };
     let rank = on_cpu(join(&me, LONG));

@@ -78,6 +78,17 @@ fn a_killed_rank_fails_the_others_within_a_second() {
 }
 
 #[test]
+fn a_rank_killed_midway_fails_the_others_too() {
+    match me() {
+        Some(me) => processes::killed_midway(&on_cpu(join(&me, LONG))),
+        None => {
+            let test = "a_rank_killed_midway_fails_the_others_too";
+            [FAR, &[]].iter().for_each(|far| run_killed(test, far));
+        }
+    }
+}
+
+#[test]
 fn a_timeout_names_who_is_missing() {
     match me() {
         Some(me) => processes::timeout(&on_cpu(join(&me, Duration::from_millis(700)))),
@@ -157,4 +168,95 @@ fn a_wrong_secret_is_refused() {
     let open = Store::serve_with("127.0.0.1:0", None).unwrap();
     let text = Store::connect_with(&open.address().to_string(), Duration::from_secs(1), Some(b"x".to_vec()));
     assert!(text.unwrap_err().to_string().contains("refused the job's secret"));
+}
+
+/// Two namespaces with a cable between them, for as long as it lives.
+struct Cable {
+    ends: [String; 2],
+}
+
+impl Cable {
+    /// None where this machine does not allow it.
+    fn lay() -> Option<Self> {
+        let id = std::process::id();
+        let cable = Cable { ends: [format!("shl{id}a"), format!("shl{id}b")] };
+        let [a, b] = &cable.ends;
+        let ok = ip(&["netns", "add", a])
+            && ip(&["netns", "add", b])
+            && ip(&["-n", a, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", b])
+            && [(a, "10.77.0.1/24"), (b, "10.77.0.2/24")].iter().all(|(end, address)| {
+                ip(&["-n", end, "address", "add", address, "dev", "cable"])
+                    && ip(&["-n", end, "link", "set", "cable", "up"])
+                    && ip(&["-n", end, "link", "set", "lo", "up"])
+            });
+        ok.then_some(cable)
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        for end in &self.ends {
+            ip(&["netns", "delete", end]);
+        }
+    }
+}
+
+fn ip(arguments: &[&str]) -> bool {
+    let output = std::process::Command::new("ip").args(arguments).output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn two_machines_of_two_ranks_notice_that_the_link_is_cut() {
+    const TEST: &str = "two_machines_of_two_ranks_notice_that_the_link_is_cut";
+    const RANK: &str = "CUT_TEST_RANK";
+    if let Ok(rank) = std::env::var(RANK) {
+        return until_cut(rank.parse().unwrap());
+    }
+    let Some(cable) = Cable::lay() else {
+        return println!("skipped: this machine lets us make no network namespaces");
+    };
+    let start = |rank: usize| {
+        std::process::Command::new("ip")
+            .args(["netns", "exec", &cable.ends[rank / 2]])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", TEST, "--nocapture"])
+            .env(RANK, rank.to_string())
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..4).map(start).collect();
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(ip(&["-n", &cable.ends[1], "link", "set", "cable", "down"]));
+    let cut = std::time::Instant::now();
+    for (rank, child) in children.into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        println!(
+            "{:.1} s, {}",
+            cut.elapsed().as_secs_f64(),
+            out.lines().find(|line| line.contains("told")).unwrap_or("")
+        );
+        assert!(output.status.success(), "rank {rank}: {out} {err}");
+        // It did work before.
+        assert!(out.contains("told") && !out.contains("after 0 calls"), "rank {rank}: {out}");
+    }
+    assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
+}
+
+fn until_cut(rank: usize) {
+    let store = Arc::new(comm::store::join(rank, 4, "10.77.0.1:29577", LONG).unwrap());
+    let rank = on_cpu(tcp::join(store, "world", rank, 4, LONG).unwrap());
+    let buffer = rank.zeros(device::Dtype::F32, 200_000);
+    for calls in 0.. {
+        let done = rank.group.all_reduce(&rank.compute, &buffer, comm::Reduction::Sum, "grads");
+        if let Err(error) = done {
+            println!("rank {} was told after {calls} calls: {error}", rank.group.rank());
+            assert!(matches!(error, comm::Error::PeerLost { .. }), "{error}");
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -39,8 +39,10 @@ const SLOT: usize = 256 << 10;
 const RING: usize = 256 << 10;
 /// Counters are this far apart, so that no two share a cache line (or the neighbour that comes with it).
 const LINE: usize = 128;
-/// How long one looks before one sleeps.
-const SPIN: Duration = Duration::from_micros(20);
+/// How long one looks before one sleeps: at most this long, and less where looking was in vain of late, as it is
+/// on cores that others need.
+const LONGEST_SPIN_NS: u32 = 20_000;
+const SHORTEST_SPIN_NS: u32 = 500;
 /// How often a sleeper looks whether its peers are alive.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -118,7 +120,7 @@ fn join_in(
         return Err(system(format!("rank {peer} cannot join: {}", String::from_utf8_lossy(why))));
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let spin = if size <= cores { SPIN } else { Duration::ZERO };
+    let longest_spin_ns = if size <= cores { LONGEST_SPIN_NS } else { 0 };
     let engine = Shm {
         store,
         scope: exchange.scope().to_string(),
@@ -128,7 +130,8 @@ fn join_in(
         timeout,
         memory,
         processes,
-        spin,
+        longest_spin_ns,
+        spin_ns: AtomicU32::new(longest_spin_ns),
         round: Mutex::new(0),
         why_left: AtomicU32::new(0),
     };
@@ -212,7 +215,8 @@ struct Shm {
     timeout: Duration,
     memory: Mapping,
     processes: Vec<Process>,
-    spin: Duration,
+    longest_spin_ns: u32,
+    spin_ns: AtomicU32,
     /// The number of the next round, the same on all ranks between two collectives. Wraps around, which
     /// is seamless because the number of slots is a power of two.
     round: Mutex<u32>,
@@ -254,7 +258,7 @@ impl Shm {
         for &peer in wait.peers {
             let (offset, target) = (wait.counter)(peer);
             let counter = self.counter(offset);
-            if counter.spin(target, self.spin) {
+            if reached(counter.get(), target) || self.spin(counter, target) {
                 continue;
             }
             let started = Instant::now();
@@ -263,6 +267,16 @@ impl Shm {
             }
         }
         Ok(())
+    }
+
+    /// Looks for a moment, and learns how long that is worth.
+    fn spin(&self, counter: Counter<'_>, target: u32) -> bool {
+        let time = self.spin_ns.load(Ordering::Relaxed);
+        let seen = time > 0 && counter.spin(target, Duration::from_nanos(time.into()));
+        let next = if seen { time * 2 } else { time / 2 };
+        let shortest = SHORTEST_SPIN_NS.min(self.longest_spin_ns);
+        self.spin_ns.store(next.clamp(shortest, self.longest_spin_ns), Ordering::Relaxed);
+        seen
     }
 
     /// Fails when what is waited for will not come.

@@ -2,6 +2,7 @@
 
 use super::SLOT;
 use crate::call::{Call, Header, Job, Payload};
+use crate::copy::copy;
 use crate::{Reduction, Result, reduce};
 use device::Dtype;
 
@@ -20,27 +21,36 @@ pub struct Pieces<'a> {
     bytes: &'a [u8],
     answers: Vec<Vec<u8>>,
     rounds: usize,
+    /// Bytes of the destination.
+    whole: usize,
 }
 
-/// Copies bytes, unless they are at their place already.
+/// Into a slot, which stays in the cache.
 ///
 /// # Safety
-/// Both are valid for `len` bytes and apart from each other, or the same.
-unsafe fn copy(from: usize, to: usize, len: usize) {
-    if from != to && len > 0 {
-        // SAFETY: the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
-    }
+/// As for [`copy::copy`].
+unsafe fn publish_bytes(from: usize, slot: usize, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { copy(from, slot, len, 0) };
 }
 
 impl<'a> Pieces<'a> {
     pub fn new(job: &'a Job, me: usize, size: usize) -> Self {
-        let (src, dst) = match &job.payload {
-            Payload::Buffers(src, dst) => (src.address(), dst.address()),
-            Payload::Bytes(_) => (0, 0),
+        let (src, dst, whole) = match &job.payload {
+            Payload::Buffers(src, dst) => (src.address(), dst.address(), dst.num_bytes()),
+            Payload::Bytes(_) => (0, 0, 0),
         };
-        let mut pieces =
-            Pieces { call: job.call, me, size, src, dst, bytes: job.bytes(), answers: Vec::new(), rounds: 1 };
+        let mut pieces = Pieces {
+            call: job.call,
+            me,
+            size,
+            src,
+            dst,
+            bytes: job.bytes(),
+            answers: Vec::new(),
+            rounds: 1,
+            whole,
+        };
         pieces.rounds = pieces.count().max(1);
         pieces
     }
@@ -125,43 +135,43 @@ impl<'a> Pieces<'a> {
             Call::AllGather { dtype, part } => {
                 let (start, len) = piece(index, SLOT, part * dtype.bytes());
                 // SAFETY: see above.
-                unsafe { copy(self.src + start, slot, len) };
+                unsafe { publish_bytes(self.src + start, slot, len) };
             }
             Call::ReduceScatter { dtype, part } | Call::AllToAll { dtype, part } => {
                 let (start, len) = piece(index, share, part * dtype.bytes());
                 for peer in (0..self.size).filter(|&peer| peer != self.me) {
                     let from = self.src + peer * part * dtype.bytes() + start;
                     // SAFETY: see above.
-                    unsafe { copy(from, slot + peer * share, len) };
+                    unsafe { publish_bytes(from, slot + peer * share, len) };
                 }
             }
             Call::AllReduce { dtype, len, .. } if self.is_small() => {
                 // SAFETY: see above; a small one fits into a slot.
-                unsafe { copy(self.src, slot, len * dtype.bytes()) };
+                unsafe { publish_bytes(self.src, slot, len * dtype.bytes()) };
             }
             Call::AllReduce { .. } if index < self.reducing() => {
                 for peer in (0..self.size).filter(|&peer| peer != self.me) {
                     let (part, bytes) = self.part(peer);
                     let (start, len) = piece(index, share, bytes);
                     // SAFETY: see above.
-                    unsafe { copy(self.src + part + start, slot + peer * share, len) };
+                    unsafe { publish_bytes(self.src + part + start, slot + peer * share, len) };
                 }
             }
             Call::AllReduce { .. } => {
                 let (part, bytes) = self.part(self.me);
                 let (start, len) = piece(index - self.reducing(), SLOT, bytes);
                 // SAFETY: see above.
-                unsafe { copy(self.src + part + start, slot, len) };
+                unsafe { publish_bytes(self.src + part + start, slot, len) };
             }
             Call::Broadcast { dtype, len, root } if root == self.me => {
                 let (start, len) = piece(index, SLOT, len * dtype.bytes());
                 // SAFETY: see above.
-                unsafe { copy(self.src + start, slot, len) };
+                unsafe { publish_bytes(self.src + start, slot, len) };
             }
             Call::Exchange => {
                 let (start, len) = piece(index, SLOT, self.bytes.len());
                 // SAFETY: see above.
-                unsafe { copy(self.bytes.as_ptr() as usize + start, slot, len) };
+                unsafe { publish_bytes(self.bytes.as_ptr() as usize + start, slot, len) };
             }
             Call::Broadcast { .. } | Call::Barrier | Call::Transfer { .. } => {}
         }
@@ -172,14 +182,14 @@ impl<'a> Pieces<'a> {
     /// # Safety
     /// The slots hold that round and nobody writes them; the job's buffers are ours.
     pub unsafe fn consume(&mut self, index: usize, slot_of: impl Fn(usize) -> usize) -> Result<()> {
-        let (me, size, share) = (self.me, self.size, self.share());
+        let (me, size, share, whole) = (self.me, self.size, self.share(), self.whole);
         // Sums over all ranks of `len` bytes; the own ones, at `own`, were not published.
         let sum = |own: usize, dst: usize, len: usize, offset: usize, dtype: Dtype, reduction: Reduction| {
             let from = |rank: usize| if rank == me { own } else { slot_of(rank) + offset };
             let sources: Vec<usize> = (0..size).map(from).collect();
             // SAFETY: as for the copies below; slots and shares are aligned to 64 bytes, buffers to their
             // elements, and pieces begin at multiples of 64 bytes.
-            unsafe { reduce::reduce_at(&sources, dst, len / dtype.bytes(), dtype, reduction) }
+            unsafe { reduce::reduce_at(&sources, dst, len / dtype.bytes(), dtype, reduction, whole) }
         };
         // SAFETY, of all copies: `piece` keeps within the buffers and the slots, as when publishing.
         match self.call {
@@ -189,7 +199,7 @@ impl<'a> Pieces<'a> {
                 for rank in 0..size {
                     let from = if rank == me { self.src + start } else { slot_of(rank) };
                     // SAFETY: see above. Where `src` is a part of `dst`, it is the own part, at its place.
-                    unsafe { copy(from, self.dst + rank * bytes + start, len) };
+                    unsafe { copy(from, self.dst + rank * bytes + start, len, whole) };
                 }
             }
             Call::AllToAll { dtype, part } => {
@@ -199,7 +209,7 @@ impl<'a> Pieces<'a> {
                     let own = self.src + me * bytes + start;
                     let from = if rank == me { own } else { slot_of(rank) + me * share };
                     // SAFETY: see above; `src` and `dst` are apart.
-                    unsafe { copy(from, self.dst + rank * bytes + start, len) };
+                    unsafe { copy(from, self.dst + rank * bytes + start, len, whole) };
                 }
             }
             Call::ReduceScatter { dtype, part } => {
@@ -222,20 +232,20 @@ impl<'a> Pieces<'a> {
                     let (part, bytes) = self.part(rank);
                     let (start, len) = piece(index - self.reducing(), SLOT, bytes);
                     // SAFETY: see above.
-                    unsafe { copy(slot_of(rank), self.dst + part + start, len) };
+                    unsafe { copy(slot_of(rank), self.dst + part + start, len, whole) };
                 }
             }
             Call::Broadcast { dtype, len, root } if root != me => {
                 let (start, len) = piece(index, SLOT, len * dtype.bytes());
                 // SAFETY: see above.
-                unsafe { copy(slot_of(root), self.dst + start, len) };
+                unsafe { copy(slot_of(root), self.dst + start, len, whole) };
             }
             Call::Exchange => {
                 for rank in (0..size).filter(|&rank| rank != me) {
                     let answer = &mut self.answers[rank];
                     let (start, len) = piece(index, SLOT, answer.len());
                     // SAFETY: see above.
-                    unsafe { copy(slot_of(rank), answer.as_mut_ptr() as usize + start, len) };
+                    unsafe { copy(slot_of(rank), answer.as_mut_ptr() as usize + start, len, whole) };
                 }
             }
             Call::Broadcast { .. } | Call::Barrier | Call::Transfer { .. } => {}

@@ -98,12 +98,6 @@ impl Counter<'_> {
 
     /// Looks for `target` for a moment. Worth it only where the peers have cores of their own.
     pub fn spin(self, target: u32, time: Duration) -> bool {
-        if reached(self.get(), target) {
-            return true;
-        }
-        if time.is_zero() {
-            return false;
-        }
         let started = Instant::now();
         loop {
             for _ in 0..32 {

@@ -125,10 +125,10 @@ fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>, secret: Option<&[u8]>
     if wire::read_u8(&mut from)? != wire::VALIDATE || wire::read_u32(&mut from)? != wire::MAGIC {
         return Ok(());
     }
-    if let Some(secret) = secret {
-        if !knows(secret, &mut from, &stream)? {
-            return Ok(());
-        }
+    if let Some(secret) = secret
+        && !knows(secret, &mut from, &stream)?
+    {
+        return Ok(());
     }
     stream.set_read_timeout(None)?;
     {

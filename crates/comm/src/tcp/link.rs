@@ -2,6 +2,7 @@
 //! each direction. Then the bytes go through the rings, and the socket carries single bytes that wake a sleeper
 //! (so that one `poll` waits for near and far peers alike) and tells when the peer is gone.
 
+use crate::copy::copy;
 use crate::shm::system::Mapping;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -18,8 +19,9 @@ const ONE_WAY: usize = DATA + RING;
 /// Bytes of both rings.
 pub const BYTES: usize = 2 * ONE_WAY;
 
-/// How often a lost segment is sent again before a link counts as cut: about six seconds.
-const MAX_RETRANSMITS: u8 = 5;
+/// How often the kernel sends again, or asks whether it may send, without any answer before a link counts as
+/// cut: about six seconds.
+const MAX_UNANSWERED: u8 = 5;
 
 #[derive(Debug)]
 pub struct Link {
@@ -127,9 +129,9 @@ impl Link {
         }
         let start = at as usize % RING;
         let now = there().min(bytes.len()).min(RING - start);
-        let from = near.memory.at(near.into + DATA + start, now) as *const u8;
+        let from = near.memory.at(near.into + DATA + start, now);
         // SAFETY: these bytes of the ring are written, and left alone until the counter is raised.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), now) };
+        unsafe { copy(from, bytes.as_mut_ptr() as usize, now, bytes.len()) };
         read.store(at.wrapping_add(now as u32), Ordering::SeqCst);
         let sleeps = near.word(near.into, WRITER_SLEEPS).swap(0, Ordering::SeqCst) == 1;
         self.wake(sleeps);
@@ -180,7 +182,7 @@ impl Link {
         let code = unsafe {
             libc::getsockopt(self.socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, into, &mut len)
         };
-        code == 0 && info.tcpi_retransmits >= MAX_RETRANSMITS
+        code == 0 && info.tcpi_retransmits.max(info.tcpi_probes) >= MAX_UNANSWERED
     }
 }
 

@@ -17,6 +17,7 @@ mod link;
 mod meet;
 
 use crate::call::{Call, HEADER, Header, Job};
+use crate::copy::copy;
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
 use crate::store::{Exchange, Store};
@@ -285,7 +286,7 @@ impl Tcp {
                 let (src, dst) = job.buffers();
                 let (own, bytes) = (dst.address() + self.rank * part * dtype.bytes(), part * dtype.bytes());
                 // SAFETY: checked sizes; `src` is apart from `dst`, or its own part at its place.
-                unsafe { copy(src.address(), own, bytes) };
+                unsafe { copy(src.address(), own, bytes, dst.num_bytes()) };
                 let starts: Vec<usize> = (0..=self.size).map(|rank| rank * bytes).collect();
                 run.gather(dst.address(), &starts)?;
             }
@@ -293,7 +294,7 @@ impl Tcp {
                 let (src, dst) = (job.buffers().0.address(), job.buffers().1.address());
                 let (me, bytes) = (self.rank, part * dtype.bytes());
                 // SAFETY: checked sizes; `src` and `dst` are apart.
-                unsafe { copy(src + me * bytes, dst + me * bytes, bytes) };
+                unsafe { copy(src + me * bytes, dst + me * bytes, bytes, bytes * self.size) };
                 run.everyone(|peer| Flow {
                     out: vec![(src + peer * bytes, bytes)],
                     into: vec![(dst + peer * bytes, bytes)],
@@ -374,15 +375,6 @@ unsafe fn step(link: &mut Link, progress: &mut Progress) -> std::result::Result<
     }
 }
 
-/// # Safety
-/// Both are valid for `len` bytes and apart from each other, or the same.
-unsafe fn copy(from: usize, to: usize, len: usize) {
-    if from != to && len > 0 {
-        // SAFETY: the caller's promise.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, len) };
-    }
-}
-
 /// One call that runs. Addresses are those of the job's buffers, within the sizes that were checked when it
 /// was issued, or of locals that outlive each transfer: that is what makes its transfers safe.
 struct Run<'a> {
@@ -459,7 +451,9 @@ impl Run<'_> {
             let from = |rank: usize| if rank == me { src + starts[me] + own } else { place(rank) };
             let sources: Vec<usize> = (0..size).map(from).collect();
             // SAFETY: as many bytes at each, aligned for the elements; `dst` may be the own source.
-            unsafe { reduce::reduce_at(&sources, dst + own, len / dtype.bytes(), dtype, reduction)? };
+            unsafe {
+                reduce::reduce_at(&sources, dst + own, len / dtype.bytes(), dtype, reduction, bytes(me))?;
+            }
         }
         Ok(())
     }
@@ -474,7 +468,7 @@ impl Run<'_> {
         self.everyone(|peer| Flow { out: vec![(at, bytes)], into: vec![(place(peer), bytes)] })?;
         let sources: Vec<usize> = (0..size).map(place).collect();
         // SAFETY: as many bytes at each, aligned for the elements; the destination is the own source.
-        unsafe { reduce::reduce_at(&sources, at, len, dtype, reduction)? };
+        unsafe { reduce::reduce_at(&sources, at, len, dtype, reduction, bytes)? };
         Ok(())
     }
 

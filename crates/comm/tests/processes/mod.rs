@@ -98,6 +98,28 @@ pub fn killed(rank: &Rank) {
     assert!(rank.group.barrier("after").is_err());
 }
 
+/// Rank 2 of three is killed at some point of a large call.
+pub fn killed_midway(rank: &Rank) {
+    let buffer = rank.zeros(Dtype::F32, 4 << 20);
+    rank.group.barrier("start").unwrap();
+    if rank.group.rank() == 2 {
+        std::thread::spawn(|| {
+            std::thread::sleep(Duration::from_millis(200));
+            // SAFETY: ends this process, at once.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        });
+    }
+    let mut started = Instant::now();
+    let error = loop {
+        started = match rank.group.all_reduce(&rank.compute, &buffer, Reduction::Sum, "grads") {
+            Ok(()) => Instant::now(),
+            Err(error) => break error,
+        };
+    };
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    assert!(matches!(error, Error::PeerLost { peer: 2, .. }), "{error}");
+}
+
 /// Three ranks of the test with this name, of which the last does not survive.
 pub fn run_killed(test: &str, more: &[(&str, &str)]) {
     let server = Store::serve("127.0.0.1:0").unwrap();
