@@ -131,6 +131,7 @@ impl Walk {
             mode,
             compute: self.compute,
             loss_chunk: 37,
+            cache: None,
         }
     }
 
