@@ -28,8 +28,10 @@ pub struct Unit {
     pub blocks: Range<usize>,
     /// Items it owns, in order of their offsets. A tied item is owned by its first user's unit.
     pub places: Vec<Place>,
-    /// Units whose items its blocks use: itself, and the owners of tied items.
+    /// Units whose items its blocks use: itself, the owners of tied items, and of its frozen ones.
     pub needs: BTreeSet<usize>,
+    /// Whether its weights have gradients and are updated.
+    pub trainable: bool,
     /// Elements each rank owns; the unit has `num_shards` times as many, padding included.
     pub shard_len: usize,
 }
@@ -59,6 +61,8 @@ pub struct Layout {
     /// Which unit and place holds each item.
     pub owner: Vec<(usize, usize)>,
     pub num_shards: usize,
+    /// Units with blocks; those after them only hold frozen weights of these.
+    pub num_walked: usize,
 }
 
 impl Layout {
@@ -69,22 +73,46 @@ impl Layout {
     /// Units by `wrap`, each in `num_shards` parts.
     pub fn divided(model: &Model, wrap: &Wrap, num_shards: usize) -> Result<Self> {
         let ranges = wrap.units(model)?;
+        let num_walked = ranges.len();
         let mut owner: Vec<Option<(usize, usize)>> = vec![None; model.items.len()];
-        let mut units = Vec::with_capacity(ranges.len());
+        let (mut units, mut frozen_units) = (Vec::with_capacity(num_walked), Vec::new());
         for (index, blocks) in ranges.into_iter().enumerate() {
             let used: Vec<ItemId> =
                 model.blocks[blocks.clone()].iter().flat_map(|block| block.items()).collect();
-            let places = places(model, used.iter().copied().filter(|item| owner[item.0].is_none()));
-            for (at, place) in places.iter().enumerate() {
-                owner[place.item.0] = Some((index, at));
+            let new = used.iter().copied().filter(|item| owner[item.0].is_none());
+            let (trained, frozen): (Vec<_>, Vec<_>) = new.partition(|item| model.items[item.0].trainable);
+            let name = unit_name(model, &blocks);
+            let mut take = |items: Vec<ItemId>, index: usize| {
+                let places = places(model, items.into_iter());
+                for (at, place) in places.iter().enumerate() {
+                    owner[place.item.0] = Some((index, at));
+                }
+                let numel = places.last().map_or(0, |place| place.offset + place.len);
+                (places, numel.div_ceil(num_shards).next_multiple_of(ALIGN))
+            };
+            let (places, shard_len) = take(trained, index);
+            if !frozen.is_empty() {
+                let (places, shard_len) = take(frozen, num_walked + frozen_units.len());
+                let (name, needs) = (format!("{name} (frozen)"), BTreeSet::new());
+                frozen_units.push(Unit { name, blocks: 0..0, places, needs, trainable: false, shard_len });
             }
             let needs = used.iter().filter_map(|item| owner[item.0]).map(|(unit, _)| unit).collect();
-            let numel = places.last().map_or(0, |place| place.offset + place.len);
-            let shard_len = numel.div_ceil(num_shards).next_multiple_of(ALIGN);
-            units.push(Unit { name: unit_name(model, &blocks), blocks, places, needs, shard_len });
+            units.push(Unit { name, blocks, places, needs, trainable: true, shard_len });
         }
+        units.extend(frozen_units);
         let owner = owner.into_iter().map(|owner| owner.expect("every item is some block's")).collect();
-        Ok(Layout { units, owner, num_shards })
+        Ok(Layout { units, owner, num_shards, num_walked })
+    }
+
+    /// The first unit that uses a weight with a gradient: no backward goes below it.
+    pub fn lowest_trained(&self) -> usize {
+        let trains = |unit: &Unit| unit.needs.iter().any(|&need| self.units[need].trainable);
+        self.units[..self.num_walked].iter().position(trains).unwrap_or(self.num_walked)
+    }
+
+    /// Elements a rank owns of units that are trained, or of those that are not.
+    pub fn owned(&self, trainable: bool) -> usize {
+        self.units.iter().filter(|unit| unit.trainable == trainable).map(|unit| unit.shard_len).sum()
     }
 
     /// Elements of the whole unit, padding included.

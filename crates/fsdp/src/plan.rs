@@ -35,6 +35,9 @@ impl Plan {
     pub fn new(model: &Arc<Model>, settings: Settings, profile: Profile) -> Result<Plan> {
         settings.check()?;
         let layout = Layout::new(model, &settings)?;
+        if layout.lowest_trained() == layout.num_walked {
+            return Err(crate::Error::Settings("every weight is frozen: there is nothing to train".into()));
+        }
         let mut parts: Vec<Part> =
             (0..settings.micro_batches.min(3)).map(|i| Part::of(i, settings.micro_batches)).collect();
         if settings.micro_batches > 2 {
@@ -82,7 +85,7 @@ impl Plan {
     /// Everything the rank allocates on its device.
     pub fn regions(&self) -> Vec<Region> {
         let precision = &self.settings.precision;
-        let owned: usize = self.layout.units.iter().map(|unit| unit.shard_len).sum();
+        let owned = self.layout.owned(true);
         let held = |dtype: Dtype| owned * dtype.bytes();
         let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
@@ -95,6 +98,7 @@ impl Plan {
         [
             ("master weights", held(precision.master)),
             ("compute weights", copy),
+            ("frozen weights", self.layout.owned(false) * precision.compute.bytes()),
             ("moments", 2 * held(precision.moments)),
             ("held gradients", gradients),
             ("step", step),

@@ -118,14 +118,15 @@ impl Schedule {
     }
 }
 
-/// The walk through the units: forward, turn, backward; in evaluation forward and score.
-fn walk(units: usize, mode: Mode) -> Vec<Action> {
-    let last = units - 1;
+/// The walk through the units: forward, turn, and backward as far down as there is something to train; in
+/// evaluation forward and score.
+fn walk(layout: &Layout, mode: Mode) -> Vec<Action> {
+    let last = layout.num_walked - 1;
     let forward = (0..last).map(Action::Forward);
     if mode != Mode::Train {
         return forward.chain([Action::Score(last)]).collect();
     }
-    let backward = (0..last).rev().map(Action::Backward);
+    let backward = (layout.lowest_trained()..last).rev().map(Action::Backward);
     forward.chain([Action::Turn(last)]).chain(backward).collect()
 }
 
@@ -142,7 +143,7 @@ struct Builder<'a> {
 
 impl<'a> Builder<'a> {
     fn new(layout: &'a Layout, settings: &'a Settings, part: Part) -> Self {
-        let walk = walk(layout.units.len(), part.mode());
+        let walk = walk(layout, part.mode());
         let (gathered, reducing) = (BTreeSet::new(), VecDeque::new());
         Builder { layout, settings, part, walk, gathered, reducing, actions: vec![] }
     }
@@ -164,7 +165,8 @@ impl<'a> Builder<'a> {
         }
         if self.part.ends() {
             self.actions.push(Action::Norm);
-            self.actions.extend((0..self.layout.units.len()).map(Action::Update));
+            let trained = (0..self.layout.units.len()).filter(|unit| self.layout.units[*unit].trainable);
+            self.actions.extend(trained.map(Action::Update));
         }
         Schedule { part: self.part, actions: self.actions }
     }
@@ -211,7 +213,8 @@ impl<'a> Builder<'a> {
             return;
         }
         let later = self.needs(at + 1, self.walk.len());
-        for unit in self.needs(at, at).difference(&later) {
+        let complete = self.needs(at, at).difference(&later).copied().collect::<Vec<_>>();
+        for unit in complete.iter().filter(|unit| self.layout.units[**unit].trainable) {
             self.actions.push(Action::Reduce(*unit));
             self.reducing.push_back(*unit);
         }

@@ -105,7 +105,7 @@ impl StepBench {
 pub fn step(bench: &StepBench) -> Result<()> {
     let run = bench.run()?;
     let launched = Launched::from_env()?;
-    let model = Arc::new(tensor::models::build(&run.config, bench.seq)?);
+    let model = Arc::new(run.model(bench.seq)?);
     ranks::start(&run, bench.ranks, launched, |seat| one_rank(bench, &run, &model, seat))
 }
 

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use checkpoint::folder::Plan;
 use comm::Group;
 use device::Dtype;
-use fsdp::Engine;
+use fsdp::{Engine, Source};
 use half::bf16;
 use std::path::Path;
 use tensor::Model;
@@ -25,7 +25,13 @@ const COMPANIONS: [&str; 6] = [
 ];
 
 /// Writes `output/model`: config, companions, weights in the master's dtype.
-pub fn final_model(run: &Run, model: &Model, engine: &Engine, ranks: &dyn Group) -> Result<()> {
+pub fn final_model(
+    run: &Run,
+    model: &Model,
+    engine: &Engine,
+    source: &dyn Source,
+    ranks: &dyn Group,
+) -> Result<()> {
     let dir = run.output.join("model");
     let rank = ranks.rank();
     let dtype = match run.precision.master {
@@ -50,7 +56,7 @@ pub fn final_model(run: &Run, model: &Model, engine: &Engine, ranks: &dyn Group)
     }
     // Of ranks that hold the same shard, one writes.
     if engine.is_counted() {
-        engine.read_weights(|name, start, values| {
+        engine.read_weights(source, |name, start, values| {
             let part = plan.part_of(name).expect("every weight was planned");
             let bytes = encode(values, dtype);
             let at = (start * dtype.bytes()) as u64;

@@ -41,7 +41,7 @@ impl<'a> Job<'a> {
     pub fn new(run: &'a Run, ranks: usize) -> Result<Self> {
         let data = Data::open(run)?;
         let (micro_batches, micro_batch) = run.micro_batches(ranks)?;
-        let model = Arc::new(tensor::models::build(&run.config, data.seq)?);
+        let model = Arc::new(run.model(data.seq)?);
         Ok(Job { run, data, model, micro_batch, micro_batches, ranks })
     }
 
@@ -126,7 +126,7 @@ impl<'a> Job<'a> {
         if !run.write_model {
             return Ok(());
         }
-        save::final_model(run, &self.model, &engine, &*control)
+        save::final_model(run, &self.model, &engine, &*source, &*control)
     }
 
     /// Rank 0 reports for all.

@@ -177,6 +177,68 @@ fn memory_grows_with_the_sequence_and_not_with_its_square_or_the_vocabulary() {
     );
 }
 
+/// A weight of a folder of f32, as bits.
+fn weight(dir: &Path, name: &str) -> Vec<u8> {
+    checkpoint::folder::Weights::open(dir).unwrap().read(name).unwrap()
+}
+
+#[test]
+fn frozen_weights_stay_and_the_others_train_as_before() {
+    let frozen = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    ];
+    let trained =
+        ["model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.down_proj.weight", "lm_head.weight"];
+    let freeze = "model.freeze=[\"*embed*\", \"model.layers.0.mlp.*\", \"model.layers.1.*\"]";
+    let source = reference("llama3");
+    let mut curves = Vec::new();
+    for (ranks, more) in [
+        (1, "shard.strategy=full"),
+        (2, "shard.strategy=full"),
+        (2, "recompute.mode=full"),
+        (2, "shard.strategy=none"),
+        (2, "train.micro_batch=1"),
+    ] {
+        let out = tempfile::tempdir().unwrap();
+        let [losses, norms, peaks] = train("llama3", ranks, &[freeze, more], out.path());
+        for name in frozen {
+            assert_eq!(weight(&out.path().join("model"), name), weight(&source, name), "{name} is frozen");
+        }
+        for name in trained {
+            assert_ne!(weight(&out.path().join("model"), name), weight(&source, name), "{name} is trained");
+        }
+        curves.push((losses, norms, peaks[0]));
+    }
+    for (losses, norms, _) in &curves[1..] {
+        assert_close("frozen, loss", losses, &curves[0].0, 1e-5);
+        assert_close("frozen, norm", norms, &curves[0].1, 1e-4);
+    }
+    // The first loss is that of all weights; the gradient has fewer parts.
+    let out = tempfile::tempdir().unwrap();
+    let [losses, norms, peaks] = train("llama3", 1, &[], out.path());
+    assert!((losses[0] / curves[0].0[0] - 1.0).abs() < 1e-6 && norms[0] > curves[0].1[0]);
+    // 112,960 frozen weights have no moments.
+    assert!(curves[0].2 + 8.0 * 112_960.0 <= peaks[0], "{} bytes frozen, {} without", curves[0].2, peaks[0]);
+}
+
+#[test]
+fn what_cannot_be_frozen_is_named() {
+    let refuse = |freeze: &str| {
+        let run = run("llama3", &[freeze], Path::new("unused"));
+        shardloom::make_plan(&run, 2, device::Profile::Cpu).unwrap_err()
+    };
+    for (freeze, named) in [
+        ("model.freeze=[\"*k_proj*\"]", "q_proj"),
+        ("model.freeze=[\"transformer.*\"]", "model.embed_tokens.weight"),
+        ("model.freeze=[\"*\"]", "nothing to train"),
+    ] {
+        let error = refuse(freeze);
+        assert!(error.to_string().contains(named) && error.exit_status() == 2, "{error}");
+    }
+}
+
 #[test]
 fn recomputing_changes_no_bit() {
     for case in ["llama3", "llama31-tied"] {

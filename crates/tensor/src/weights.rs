@@ -1,6 +1,6 @@
 //! What a model is made of, as shapes: weights, the items they are fused into, and blocks that use them.
 
-use crate::{Block, Result, Shape};
+use crate::{Block, Error, Result, Shape};
 use device::Buffer;
 
 /// How a weight starts when there is no checkpoint to read it from.
@@ -29,6 +29,8 @@ impl WeightSpec {
 /// agree in all dimensions but the first.
 #[derive(Clone, Debug)]
 pub struct Item {
+    /// Whether it has a gradient and is updated.
+    pub trainable: bool,
     pub members: Vec<WeightSpec>,
 }
 
@@ -80,7 +82,7 @@ impl Model {
     /// Adds one item of the given members.
     pub fn item(&mut self, members: Vec<WeightSpec>) -> ItemId {
         assert!(!members.is_empty(), "an item has at least one member");
-        self.items.push(Item { members });
+        self.items.push(Item { trainable: true, members });
         ItemId(self.items.len() - 1)
     }
 
@@ -91,6 +93,23 @@ impl Model {
 
     pub fn block(&mut self, block: impl Block + 'static) {
         self.blocks.push(Box::new(block));
+    }
+
+    /// Freezes every weight whose name `is_frozen`, and tells how many there are. Weights that serve as one operand
+    /// (q, k and v; gate and up) are frozen together or not at all.
+    pub fn freeze(&mut self, is_frozen: impl Fn(&str) -> bool) -> Result<usize> {
+        let mut count = 0;
+        for item in &mut self.items {
+            let frozen = item.members.iter().filter(|member| is_frozen(&member.name)).count();
+            if frozen != 0 && frozen != item.members.len() {
+                let names: Vec<&str> = item.members.iter().map(|member| member.name.as_str()).collect();
+                let what = format!("freeze all of {} or none: they are one operand", names.join(", "));
+                return Err(Error::Config(what));
+            }
+            item.trainable = frozen == 0;
+            count += frozen;
+        }
+        Ok(count)
     }
 
     /// Number of parameters; tied ones count once.

@@ -21,23 +21,41 @@ impl Engine {
             for piece in layout.pieces(&fixed.model, unit, fixed.shard_index()) {
                 source.read(&piece.name, piece.start, &mut values[piece.at..piece.at + piece.len])?;
             }
-            write_rounded(&*fixed.device, &fixed.compute, &values, &shard.master)?;
+            let Some(trained) = &shard.trained else {
+                write_rounded(&*fixed.device, &fixed.compute, &values, &shard.compute)?;
+                continue;
+            };
+            write_rounded(&*fixed.device, &fixed.compute, &values, &trained.master)?;
             if fixed.plan.settings.precision.has_compute_copy() {
-                fixed.device.cast(&fixed.compute, &shard.master, &shard.compute)?;
+                fixed.device.cast(&fixed.compute, &trained.master, &shard.compute)?;
             }
-            for moment in &shard.moments {
+            for moment in &trained.moments {
                 fixed.device.fill(&fixed.compute, moment, 0.0)?;
             }
         }
         Ok(fixed.compute.synchronize()?)
     }
 
-    /// This rank's part of every weight, as (name, first element, values), unit by unit.
-    pub fn read_weights(&self, mut take: impl FnMut(&str, usize, &[f32]) -> Result<()>) -> Result<()> {
+    /// This rank's part of every weight, as (name, first element, values), unit by unit. Frozen weights are read from
+    /// where they came from, since the device may hold them rounded.
+    pub fn read_weights(
+        &self,
+        source: &dyn Source,
+        mut take: impl FnMut(&str, usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
         let fixed = &self.fixed;
         for (unit, shard) in fixed.shards.iter().enumerate() {
-            let values = read_f32(&*fixed.device, &fixed.compute, &shard.master)?;
-            for piece in fixed.plan.layout.pieces(&fixed.model, unit, fixed.shard_index()) {
+            let pieces = fixed.plan.layout.pieces(&fixed.model, unit, fixed.shard_index());
+            let Some(trained) = &shard.trained else {
+                for piece in &pieces {
+                    let mut values = vec![0.0; piece.len];
+                    source.read(&piece.name, piece.start, &mut values)?;
+                    take(&piece.name, piece.start, &values)?;
+                }
+                continue;
+            };
+            let values = read_f32(&*fixed.device, &fixed.compute, &trained.master)?;
+            for piece in &pieces {
                 take(&piece.name, piece.start, &values[piece.at..piece.at + piece.len])?;
             }
         }

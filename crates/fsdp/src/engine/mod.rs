@@ -107,10 +107,17 @@ struct Fixed {
 /// What a rank owns of a unit.
 #[derive(Debug)]
 struct Shard {
-    master: Buffer,
-    moments: [Buffer; 2],
     /// What gathers take: the master itself where the dtypes are equal.
     compute: Buffer,
+    /// None for frozen weights.
+    trained: Option<Trained>,
+}
+
+/// What training a unit takes beside its weights.
+#[derive(Debug)]
+struct Trained {
+    master: Buffer,
+    moments: [Buffer; 2],
     /// The shard's gradient, or the whole unit's, kept through the micro-batches of a step; None where the arena
     /// holds it.
     held_grad: Option<Buffer>,
@@ -304,7 +311,7 @@ fn agree(plan: &Plan, groups: &Groups) -> Result<()> {
 /// One region per kind; each unit takes its part of each.
 fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
     let precision = &plan.settings.precision;
-    let owned: usize = plan.layout.units.iter().map(|unit| unit.shard_len).sum();
+    let owned = plan.layout.owned(true);
     let take = |dtype: Dtype, copies: usize, what: &str| device.alloc_buffer(dtype, copies * owned, what);
     let master = take(precision.master, 1, "master weights")?;
     let moments = take(precision.moments, 2, "moments")?;
@@ -316,21 +323,31 @@ fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
         Held::Shards => held_grads = Some(take(precision.grad, 1, "held gradients")?),
         Held::Whole => held_slots = Some(take(precision.reduce, plan.layout.num_shards, "held gradients")?),
     }
-    let mut start = 0;
+    let frozen = match plan.layout.owned(false) {
+        0 => None,
+        len => Some(device.alloc_buffer(precision.compute, len, "frozen weights")?),
+    };
+    let (mut start, mut frozen_start) = (0, 0);
     let mut shards = Vec::with_capacity(plan.layout.units.len());
     for unit in &plan.layout.units {
         let len = unit.shard_len;
+        if let (false, Some(frozen)) = (unit.trainable, &frozen) {
+            shards.push(Shard { compute: frozen.slice(frozen_start, len)?, trained: None });
+            frozen_start += len;
+            continue;
+        }
         let master = master.slice(start, len)?;
-        shards.push(Shard {
+        let compute = copy.as_ref().map_or(Ok(master.clone()), |copy| copy.slice(start, len))?;
+        let trained = Trained {
             moments: [moments.slice(start, len)?, moments.slice(owned + start, len)?],
-            compute: copy.as_ref().map_or(Ok(master.clone()), |copy| copy.slice(start, len))?,
             held_grad: held_grads.as_ref().map(|held| held.slice(start, len)).transpose()?,
             held_slot: held_slots
                 .as_ref()
                 .map(|held| held.slice(start * plan.layout.num_shards, len * plan.layout.num_shards))
                 .transpose()?,
             master,
-        });
+        };
+        shards.push(Shard { compute, trained: Some(trained) });
         start += len;
     }
     Ok(shards)

@@ -182,8 +182,10 @@ impl Walk {
     pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
-        let keep = fixed.plan.settings.keep;
-        if mode == Mode::Train && keep == Keep::Nothing {
+        // What no backward will come to is not kept at all.
+        let comes_back = unit >= fixed.plan.layout.lowest_trained();
+        let keep = if comes_back { fixed.plan.settings.keep } else { Keep::Nothing };
+        if mode == Mode::Train && keep == Keep::Nothing && comes_back {
             self.kept[unit] = Some(carry.clone());
         }
         (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, keep), carry)?;
@@ -241,6 +243,7 @@ impl Walk {
     fn take_slots(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         let settings = &fixed.plan.settings;
         for &need in &fixed.plan.layout.units[unit].needs {
+            let Some(trained) = &fixed.shards[need].trained else { continue };
             let len = fixed.plan.layout.unit_len(need);
             let places = fixed.plan.layout.units[need].places.len();
             let grad = self.grads[need].get_or_insert_with(|| UnitGrad {
@@ -252,8 +255,7 @@ impl Walk {
             if grad.slot.is_some() {
                 continue;
             }
-            let shard = &fixed.shards[need];
-            let held = if settings.is_sharded() { &shard.held_slot } else { &shard.held_grad };
+            let held = if settings.is_sharded() { &trained.held_slot } else { &trained.held_grad };
             grad.slot = Some(match held {
                 Some(held) => Tensor::over(held.clone(), [len])?,
                 None if settings.is_sharded() => {
@@ -308,7 +310,8 @@ impl Walk {
         let precision = &fixed.plan.settings.precision;
         let len = fixed.plan.layout.units[unit].shard_len;
         let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
-        let shard = match (grad.shard.take(), &fixed.shards[unit].held_grad) {
+        let held = fixed.shards[unit].trained.as_ref().and_then(|trained| trained.held_grad.as_ref());
+        let shard = match (grad.shard.take(), held) {
             (Some(shard), _) => shard,
             (None, Some(held)) => Tensor::over(held.clone(), [len])?,
             (None, None) => arena.tensor(precision.grad, [len], Kind::Gradient)?,
@@ -364,15 +367,15 @@ impl Walk {
     fn update(&mut self, fixed: &Fixed, unit: usize, hyper: &Hyper) -> Result<()> {
         let shard = &fixed.shards[unit];
         let precision = &fixed.plan.settings.precision;
-        if let Some(grad) = self.owned_grad(fixed, unit) {
+        if let (Some(grad), Some(trained)) = (self.owned_grad(fixed, unit), &shard.trained) {
             for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
                 let part = |buffer: &device::Buffer| buffer.slice(span.start, span.len);
                 let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
                 let compute = precision.has_compute_copy().then(|| part(&shard.compute)).transpose()?;
                 let args = device::AdamW {
-                    master: &part(&shard.master)?,
-                    moment1: &part(&shard.moments[0])?,
-                    moment2: &part(&shard.moments[1])?,
+                    master: &part(&trained.master)?,
+                    moment1: &part(&trained.moments[0])?,
+                    moment2: &part(&trained.moments[1])?,
                     grad: &part(grad.buffer())?,
                     clip: &fixed.scalars.clip,
                     compute: compute.as_ref(),

@@ -38,6 +38,9 @@ impl Weights for View<'_> {
     fn grad(&self, item: ItemId) -> Result<Option<Grad>> {
         let layout = &self.fixed.plan.layout;
         let (unit, at) = layout.owner[item.0];
+        if !layout.units[unit].trainable {
+            return Ok(None);
+        }
         let place = layout.units[unit].places[at];
         let grad = self.grads[unit].as_ref().ok_or_else(|| self.missing(item))?;
         let slot = grad.slot.as_ref().ok_or_else(|| self.missing(item))?;

@@ -84,6 +84,8 @@ pub enum Length {
 pub struct Run {
     pub source: ModelSource,
     pub config: Config,
+    /// Names of weights that stay as they are.
+    pub freeze: Vec<glob::Pattern>,
     /// The text of the model's config.json, as it goes into the final folder.
     pub config_text: String,
     pub data: DataSource,
@@ -162,6 +164,7 @@ impl Run {
         Ok(Run {
             source,
             config,
+            freeze: freeze(&raw.model.freeze)?,
             config_text,
             data,
             length,
@@ -223,6 +226,23 @@ impl Run {
         }
     }
 
+    /// The model as shapes, for rows of `seq` tokens, with what the run freezes frozen.
+    pub fn model(&self, seq: usize) -> Result<tensor::Model> {
+        let mut model = tensor::models::build(&self.config, seq)?;
+        let names: Vec<&str> =
+            model.items.iter().flat_map(|item| &item.members).map(|member| member.name.as_str()).collect();
+        for pattern in &self.freeze {
+            if !names.iter().any(|name| pattern.matches(name)) {
+                let what =
+                    format!("model.freeze: {:?} matches no weight; weights are named like", pattern.as_str());
+                let some: Vec<&str> = names.iter().copied().take(3).collect();
+                return wrong(format!("{what} {}", some.join(", ")));
+            }
+        }
+        model.freeze(|name| self.freeze.iter().any(|pattern| pattern.matches(name)))?;
+        Ok(model)
+    }
+
     /// Micro-batches each rank sees in a step.
     pub fn micro_batches(&self, ranks: usize) -> Result<(usize, usize)> {
         let per_rank = self.global_batch / ranks;
@@ -248,7 +268,6 @@ impl Run {
 fn check_unsupported(raw: &Raw) -> Result<()> {
     // Nothing but the order of data is random yet, so any seed is honoured.
     let _ = raw.train.seed;
-    only("model.freeze", raw.model.freeze.len(), 0)?;
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
@@ -261,6 +280,14 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
     Ok(())
+}
+
+fn freeze(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
+    let parse = |pattern: &String| {
+        let wrong = |e| Error::Config(format!("model.freeze: {pattern:?} is no pattern: {e}"));
+        glob::Pattern::new(pattern).map_err(wrong)
+    };
+    patterns.iter().map(parse).collect()
 }
 
 fn model(raw: &raw::Model) -> Result<(ModelSource, String)> {
