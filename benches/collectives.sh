@@ -6,9 +6,9 @@ set -eu
 cd "$(dirname "$0")/.."
 ranks="${1:-2}"
 python="${PYTHON:-python3}"
-cargo build --release --quiet -p comm --example collectives
-for backend in shm tcp; do
-    ./target/release/examples/collectives "$ranks" "$backend"
+cargo build --release --quiet -p shardloom
+for group in shm tcp; do
+    ./target/release/shardloom bench collectives --ranks "$ranks" --group "$group"
 done
 if "$python" -c 'import torch.distributed' 2>/dev/null; then
     "$python" -m torch.distributed.run --nproc-per-node "$ranks" benches/gloo_collectives.py 2>/dev/null

@@ -3,6 +3,7 @@
 # once at an endpoint (c10d), and the job trains as on one machine. Then a node loses its link: the other must end
 # and say whom it lost. As root.
 . "$(dirname "$0")/job.sh"
+export SHARDLOOM_SECRET="two nodes of $$"
 need ip "apt-get install iproute2"
 if ! ip netns add shardloom-a 2>/dev/null; then
     echo "skipped: this machine allows no network namespaces"

@@ -1,8 +1,7 @@
-//! How fast a group is, counted as `benches/collectives.sh` counts PyTorch's.
+//! How fast a group is, counted as `benches/gloo_collectives.py` counts PyTorch's.
 
 use crate::{Group, Reduction, Result};
 use device::{Device, Dtype, Role};
-use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -22,14 +21,6 @@ pub struct Measurement {
 impl Measurement {
     pub fn gigabytes_per_second(&self) -> f64 {
         self.bytes as f64 / self.seconds / 1e9
-    }
-}
-
-impl fmt::Display for Measurement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measurement { op, ranks, bytes, seconds } = self;
-        let (mib, us, rate) = (*bytes as f64 / 1048576.0, seconds * 1e6, self.gigabytes_per_second());
-        write!(f, "{ranks} ranks {op} {mib:.3} MiB: {us:.0} us, {rate:.2} GB/s")
     }
 }
 

@@ -226,6 +226,56 @@ fn gemm_rate(device: &dyn Device, dtype: Dtype, [m, n, k]: [usize; 3], times: us
     Ok(2.0 * (m * n * k) as f64 / best)
 }
 
+/// Collectives among `ranks` ranks of this machine over a group of this kind (`shm`, `tcp`, `local`), one line each:
+/// bytes of the whole buffer, the mean time of a call, bytes / time, and that beside a plain copy in one process.
+pub fn collectives(ranks: usize, group: &str) -> Result<()> {
+    let bench = StepBench {
+        size: "tiny".into(),
+        seq: 16,
+        rows: 1,
+        steps: 1,
+        warm_up: 0,
+        ranks,
+        dtype: Dtype::F32,
+        master: Dtype::F32,
+        device: DeviceChoice::Cpu,
+        set: vec![format!("device.group={group}")],
+        kernels: false,
+    };
+    ranks::start(&bench.run()?, ranks, Launched::from_env()?, |seat| {
+        let world = &*seat.groups.world;
+        let measurements = comm::bench::collectives(world, &seat.device, &comm::bench::SIZES)?;
+        // The others are quiet while one copies.
+        world.barrier("measured")?;
+        if seat.rank == 0 {
+            print!("{}", collectives_table(group, seat.ranks, &measurements));
+        }
+        Ok(world.barrier("shown")?)
+    })
+}
+
+fn collectives_table(group: &str, ranks: usize, measurements: &[comm::bench::Measurement]) -> String {
+    let mut table = format!("group {group}, {ranks} ranks, f32\n");
+    table += &format!("{:<16} {:>12} {:>12} {:>9} {:>9}\n", "", "bytes", "us", "GB/s", "of a copy");
+    let mut copy = (0, 0.0);
+    for measurement in measurements {
+        let comm::bench::Measurement { op, bytes, seconds, .. } = measurement;
+        if copy.0 != *bytes {
+            copy = (*bytes, comm::bench::copy_gigabytes_per_second(*bytes));
+            let us = *bytes as f64 / copy.1 / 1e3;
+            table += &format!("{:<16} {bytes:>12} {us:>12.1} {:>9.2}\n", "copy", copy.1);
+        }
+        let (us, rate) = (seconds * 1e6, measurement.gigabytes_per_second());
+        table += &format!("{op:<16} {bytes:>12} {us:>12.1} {rate:>9.2} {:>9.2}\n", rate / copy.1);
+    }
+    let small = measurements.iter().find(|measurement| measurement.op == "all_reduce");
+    if let Some(small) = small {
+        let (bytes, us) = (small.bytes, small.seconds * 1e6);
+        table += &format!("latency of an all_reduce of {bytes} bytes: {us:.1} us\n");
+    }
+    table
+}
+
 /// Products of the shapes a Llama has, one line each.
 pub fn gemm(dtype: Dtype, device: DeviceChoice, tokens: usize, size: &str) -> Result<()> {
     let bench = StepBench {

@@ -49,6 +49,14 @@ enum Bench {
         #[arg(long, default_value = "auto", value_parser = device_choice)]
         device: DeviceChoice,
     },
+    /// All-gather, reduce-scatter and all-reduce between ranks of this machine, beside a plain copy
+    Collectives {
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// How they talk: processes over shared memory or sockets, or threads
+        #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
+        group: String,
+    },
     /// Whole training steps of a Llama with random weights and tokens
     Step {
         /// tiny, 60m, 1b, 3b or 8b
@@ -189,6 +197,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::Generate(args) => generate(&args.resolve()),
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
+        }
+        Command::Bench(Bench::Collectives { ranks, group }) => {
+            reported(|| bench::collectives(ranks as usize, &group))
         }
         Command::Bench(Bench::Step {
             size,

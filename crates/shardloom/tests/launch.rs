@@ -1,11 +1,15 @@
 //! The launcher, as a program that starts small shell commands.
 
+use comm::store::Store;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+/// What the nodes of a job know.
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 /// `launch` with these words before the command, which is a shell's.
 fn launch(words: &str, script: &str) -> Command {
@@ -14,6 +18,9 @@ fn launch(words: &str, script: &str) -> Command {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     for name in ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SHARDLOOM_SECRET", "SHARDLOOM_THREADS"] {
         command.env_remove(name);
+    }
+    if words.contains("--nnodes") {
+        command.env("SHARDLOOM_SECRET", SECRET);
     }
     command
 }
@@ -323,6 +330,37 @@ fn garbage_on_the_port_does_not_disturb() {
     assert_eq!((answer.len(), ended.status, ended.stdout.as_str()), (0, 0, "fine\n"));
 }
 
+#[test]
+fn a_stranger_is_refused_and_the_job_goes_on() {
+    let short = Duration::from_millis(300);
+    for (plain, kind) in [("", "secret"), ("--plain-store", "plain")] {
+        let dir = tempfile::tempdir().unwrap();
+        let port = free_port();
+        let go = dir.path().join("go");
+        let script = format!("while [ ! -e {} ]; do sleep 0.02; done; echo $SHARDLOOM_STORE", go.display());
+        let child = launch(&format!("--master-port {port} {plain}"), &script).spawn().unwrap();
+        eventually("the launcher", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        let address = format!("127.0.0.1:{port}");
+        let stranger = Store::connect_with(&address, short, None);
+        let guess = Store::connect_with(&address, short, Some(b"guess".to_vec())).unwrap_err().to_string();
+        assert!(guess.contains("SHARDLOOM_SECRET"), "{guess}");
+        assert_eq!(stranger.is_ok(), kind == "plain", "{stranger:?}");
+        fs::write(&go, "").unwrap();
+        let ended = ended(child.wait_with_output().unwrap());
+        assert_eq!((ended.status, ended.stdout), (0, format!("{kind}\n")), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn several_nodes_are_told_to_share_a_secret() {
+    let mut command = launch("--nnodes 2", "true");
+    let ended = ended(command.env_remove("SHARDLOOM_SECRET").output().unwrap());
+    assert_eq!(ended.status, 2);
+    for word in ["SHARDLOOM_SECRET", "on all of them", "--plain-store"] {
+        assert!(ended.stderr.contains(word), "{}", ended.stderr);
+    }
+}
+
 /// Two launchers with these words each.
 fn two_nodes(words: [String; 2], script: &str) -> [Ended; 2] {
     let nodes = words.map(|words| launch(&words, script).spawn().unwrap());
@@ -348,7 +386,7 @@ fn two_nodes_meet() {
     assert_eq!(sorted(&second.stdout), ["1 0 1 3 2", "2 1 1 3 2"], "{}", second.stderr);
     assert_eq!((first.status, second.status), (0, 0));
     let secrets: Vec<&str> = first.stderr.lines().chain(second.stderr.lines()).collect();
-    assert!(secrets.len() == 3 && secrets.iter().all(|secret| *secret == secrets[0] && secret.len() == 32));
+    assert_eq!(secrets, [SECRET; 3]);
 
     let at = format!(
         "--rdzv-backend c10d --rdzv-endpoint localhost:{} --rdzv-id x --nproc-per-node 2",

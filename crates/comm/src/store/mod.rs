@@ -16,6 +16,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use wire::Message;
 
+/// The environment variable in which our launcher says that the store it serves demands the job's secret; agents of
+/// others serve any who come.
+pub const MARKER: &str = "SHARDLOOM_STORE";
+/// Its value where the secret is demanded.
+pub const WITH_SECRET: &str = "secret";
+
 /// Sockets take no timeout of zero.
 const SHORTEST: Duration = Duration::from_millis(1);
 
@@ -44,14 +50,19 @@ struct Connection {
     broken: Option<Error>,
 }
 
-/// Meets the other ranks of the world: rank 0 serves the store at `address` (host:port), unless `torchrun`'s
-/// agent does already, and everyone connects to it.
+/// Meets the other ranks of the world: rank 0 serves the store at `address` (host:port), unless a launcher does
+/// already (`TORCHELASTIC_USE_AGENT_STORE`), and everyone connects to it. The job's secret is shown to a store of
+/// our own, and to a launcher's where [`MARKER`] says so.
 pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Result<Store> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE").eq_ignore_ascii_case("true");
+    let demanded = agent_serves && variable(MARKER) == WITH_SECRET;
+    let secret = secret::from_environment().filter(|_| demanded || !agent_serves);
+    if demanded && secret.is_none() {
+        let what = format!("it demands the job's secret, and {} is not set here", secret::VARIABLE);
+        return Err(Error::Store { address: address.to_string(), what });
+    }
     let server = if rank == 0 && !agent_serves { Some(serve_for(address)?) } else { None };
-    // PyTorch's servers know nothing of secrets.
-    let secret = if agent_serves { None } else { secret::from_environment() };
     let mut store = Store::connect_with(address, timeout, secret)?;
     store.server = server;
     store.world = world;
@@ -366,6 +377,6 @@ fn show(stream: &mut TcpStream, secret: &[u8]) -> io::Result<()> {
 }
 
 fn denied(why: &dyn std::fmt::Display) -> io::Error {
-    let what = format!("it refused the job's secret ({}): {why}", secret::VARIABLE);
+    let what = format!("it refused the job's secret ({}), or is not a store of ours: {why}", secret::VARIABLE);
     io::Error::new(io::ErrorKind::PermissionDenied, what)
 }

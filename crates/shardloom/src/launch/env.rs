@@ -3,10 +3,13 @@
 use super::error_file;
 use super::flags::Job;
 use super::rendezvous::Place;
+use comm::store;
 use std::path::Path;
 
 /// Shared by the processes of one job; who does not know it is a stranger.
 pub const SECRET: &str = "SHARDLOOM_SECRET";
+/// What [`store::MARKER`] says of a store that PyTorch's processes may use as well.
+const PLAIN: &str = "plain";
 /// How many threads a rank may keep busy.
 pub const THREADS: &str = "SHARDLOOM_THREADS";
 
@@ -38,8 +41,9 @@ pub fn of_worker(
         // The store is served by the launcher: workers must not bind the port.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         (error_file::VARIABLE, error_file.display().to_string()),
-        (SECRET, place.secret.clone()),
+        (store::MARKER, if job.plain_store { PLAIN } else { store::WITH_SECRET }.into()),
     ];
+    env.extend(place.secret.clone().map(|secret| (SECRET, secret)));
     let unset = |name: &str| std::env::var_os(name).is_none();
     if job.num_local > 1 && unset("OMP_NUM_THREADS") {
         env.push(("OMP_NUM_THREADS", "1".into()));

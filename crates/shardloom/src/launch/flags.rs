@@ -84,6 +84,9 @@ pub struct Flags {
     /// Whether cores are divided among the ranks of this node: auto or none
     #[arg(long, env = "PET_AFFINITY", default_value = "auto")]
     affinity: String,
+    /// Workers of PyTorch can use the store: it demands no secret, and serves whoever reaches its port
+    #[arg(long, alias = "plain_store", env = "PET_PLAIN_STORE", value_parser = FalseyValueParser::new())]
+    plain_store: bool,
     /// What each rank runs
     #[arg(trailing_var_arg = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -107,6 +110,8 @@ pub struct Job {
     pub signals: Vec<i32>,
     pub grace: Duration,
     pub affinity: Affinity,
+    /// The store demands no secret.
+    pub plain_store: bool,
     pub command: Vec<OsString>,
 }
 
@@ -179,6 +184,7 @@ impl Flags {
             signals: signals(&self.signals_to_handle)?,
             grace: seconds("--grace-period", self.grace_period)?,
             affinity,
+            plain_store: self.plain_store,
             command: self.command,
         })
     }
@@ -248,6 +254,7 @@ impl Job {
             signals: SIGNALS[..4].iter().map(|(_, number)| *number).collect(),
             grace: Duration::from_secs(30),
             affinity: Affinity::Divided,
+            plain_store: false,
             command,
         })
     }

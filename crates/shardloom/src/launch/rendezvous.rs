@@ -11,7 +11,6 @@ use super::watch::{Event, News, Outcome};
 use crate::{Error, Result};
 use comm::store::{Server, Store};
 use serde::{Deserialize, Serialize};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -39,16 +38,13 @@ pub struct Place {
     pub world: usize,
     pub host: String,
     pub port: u16,
-    pub secret: String,
+    pub secret: Option<String>,
 }
 
 /// What the node that serves says about the job.
 #[derive(Debug, Serialize, Deserialize)]
 struct Terms {
     run_id: String,
-    /// Made by the node that serves, where the environment gave it none.
-    secret: Option<String>,
-    fingerprint: u64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -88,30 +84,32 @@ impl Rendezvous {
         let (host, port) = match &job.meeting {
             Meeting::Static { host, port, .. } | Meeting::First { host, port } => (host.clone(), *port),
         };
+        let secret = secret(job)?;
+        // What the store demands, and who connects to it shows.
+        let shown = secret.clone().map(String::into_bytes).filter(|_| !job.plain_store);
         if job.nodes.max == 1 {
-            let server = serve(&host, port)?;
+            let server = serve(&host, port, shown)?;
             let port = server.address().port();
-            let secret = machine::random_hex(16)?;
             let world = job.num_local;
             let place = Place { node_rank: 0, num_nodes: 1, first_rank: 0, world, host, port, secret };
             return Ok(Rendezvous { place, server: Some(server), peers: None });
         }
         let address = address(&host, port);
         let (server, unable) = match &job.meeting {
-            Meeting::Static { node_rank: 0, .. } => (Some(serve(&host, port)?), None),
+            Meeting::Static { node_rank: 0, .. } => (Some(serve(&host, port, shown.clone())?), None),
             Meeting::Static { .. } => (None, None),
             Meeting::First { .. } if !is_here(&address) => (None, None),
             // Another node may be the first on this very machine.
-            Meeting::First { .. } => match serve(&host, port) {
+            Meeting::First { .. } => match serve(&host, port, shown.clone()) {
                 Ok(server) => (Some(server), None),
                 Err(error) => (None, Some(error)),
             },
         };
-        let store = Store::connect(&address, job.conf.join).map_err(|error| {
+        let store = Store::connect_with(&address, job.conf.join, shown.clone()).map_err(|error| {
             let also = unable.map(|e| format!(" (and here: {e})")).unwrap_or_default();
             failed(format!("no node to meet: {error}{also}"))
         })?;
-        let Joined { members, seat, secret } = join(job, &store, server.is_some())?;
+        let Joined { members, seat } = join(job, &store, server.is_some())?;
         let node_rank = members.iter().position(|(member, _)| *member == seat).ok_or_else(|| {
             failed(format!("the job at {address} has started without this node; it came too late"))
         })?;
@@ -128,8 +126,9 @@ impl Rendezvous {
         };
         let peers = Peers {
             // Whoever is met answers soon, or is lost.
-            store: Store::connect(&address, job.conf.keep_alive)?,
+            store: Store::connect_with(&address, job.conf.keep_alive, shown.clone())?,
             address,
+            shown,
             node_rank,
             nodes,
             conf: job.conf,
@@ -249,13 +248,16 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
 /// Serves at the address itself where that is this machine's, so that a job on one machine listens on the
 /// loopback only; everywhere behind a translated address, or where this machine calls a name its own loopback
 /// (127.0.1.1 of Debian's hosts file) under which other nodes look for it elsewhere.
-fn serve(host: &str, port: u16) -> Result<Server> {
+fn serve(host: &str, port: u16, secret: Option<Vec<u8>>) -> Result<Server> {
     let address = address(host, port);
     let is_name = host != "localhost" && host.parse::<IpAddr>().is_err();
     let resolved = resolve(&address);
     let hidden = is_name && resolved.iter().all(|resolved| resolved.ip().is_loopback());
     let everywhere = !resolved.is_empty() && (hidden || !is_here(&address));
-    let server = if everywhere { Store::serve(("0.0.0.0", port)) } else { Store::serve(address.as_str()) };
+    let server = match everywhere {
+        true => Store::serve_with(("0.0.0.0", port), secret),
+        false => Store::serve_with(address.as_str(), secret),
+    };
     server.map_err(|error| {
         failed(format!("{error}. Choose another --master-port, or --standalone, which takes a free one"))
     })
@@ -270,35 +272,40 @@ fn resolve(address: &str) -> Vec<SocketAddr> {
     address.to_socket_addrs().map(Vec::from_iter).unwrap_or_default()
 }
 
-/// Who takes part, with their seats; this node's seat; and the job's secret.
+/// The job's secret: the environment's, or one made for a node on its own. Several nodes cannot be handed one
+/// through a store that anybody may read.
+fn secret(job: &Job) -> Result<Option<String>> {
+    let given = std::env::var(SECRET).ok().filter(|secret| !secret.is_empty());
+    match given {
+        None if job.nodes.max == 1 => machine::random_hex(16).map(Some),
+        None if !job.plain_store => Err(Error::Config(format!(
+            "several nodes need the job's secret: set {SECRET} to the same words on all of them, as in \
+             export {SECRET}=$(openssl rand -hex 16); or, on a network where you trust everyone, pass \
+             --plain-store to all"
+        ))),
+        given => Ok(given),
+    }
+}
+
+/// Who takes part, with their seats; and this node's seat.
 struct Joined {
     members: Vec<(usize, Node)>,
     seat: usize,
-    secret: String,
 }
 
 /// Takes a seat and waits for the others.
 fn join(job: &Job, store: &Store, serves: bool) -> Result<Joined> {
-    let given = std::env::var(SECRET).ok().filter(|secret| !secret.is_empty());
-    let (seat, secret);
+    let seat;
     if serves {
         // Before the terms are known nobody else takes a seat: who serves has the first.
         seat = take_seat(job, store)?;
-        let made = if given.is_none() { Some(machine::random_hex(16)?) } else { None };
-        secret = given.or(made.clone()).unwrap_or_default();
-        let fingerprint = fingerprint(&secret);
-        store.set(JOB, &encode(&Terms { run_id: job.run_id.clone(), secret: made, fingerprint })?)?;
+        store.set(JOB, &encode(&Terms { run_id: job.run_id.clone() })?)?;
     } else {
         let terms: Terms = decode(&store.get(JOB, job.conf.join)?)?;
         if terms.run_id != job.run_id {
             let (there, here, at) = (terms.run_id, &job.run_id, store.address());
             return Err(failed(format!("the job at {at} is {there:?}, and not {here:?} (--rdzv-id)")));
         }
-        let known = given.or(terms.secret).ok_or_else(|| failed(format!("{SECRET} is missing here")))?;
-        if fingerprint(&known) != terms.fingerprint {
-            return Err(failed(format!("{SECRET} differs from that of the node at {}", store.address())));
-        }
-        secret = known;
         seat = take_seat(job, store)?;
     }
     let node = Node { host: job.host.clone(), num_ranks: job.num_local };
@@ -313,7 +320,7 @@ fn join(job: &Job, store: &Store, serves: bool) -> Result<Joined> {
     }
     let patience = job.conf.join + job.conf.last_call + Duration::from_secs(5);
     let members: Members = decode(&store.get(MEMBERS, patience)?)?;
-    Ok(Joined { members: members.map_err(failed)?, seat, secret })
+    Ok(Joined { members: members.map_err(failed)?, seat })
 }
 
 fn take_seat(job: &Job, store: &Store) -> Result<usize> {
@@ -367,17 +374,13 @@ fn gather(job: &Job, store: &Store) -> Result<Members> {
     }
 }
 
-fn fingerprint(secret: &str) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    secret.hash(&mut hasher);
-    hasher.finish()
-}
-
 /// The other nodes, once met.
 #[derive(Debug)]
 struct Peers {
     store: Store,
     address: String,
+    /// The secret that the store demands.
+    shown: Option<Vec<u8>>,
     node_rank: usize,
     nodes: Vec<Node>,
     conf: Conf,
@@ -401,7 +404,7 @@ struct Line {
 impl Line {
     fn open(peers: &Peers, events: Sender<Event>) -> Result<Self> {
         Ok(Line {
-            store: Store::connect(&peers.address, peers.conf.keep_alive)?,
+            store: Store::connect_with(&peers.address, peers.conf.keep_alive, peers.shown.clone())?,
             node_rank: peers.node_rank,
             nodes: peers.nodes.clone(),
             keep_alive: peers.conf.keep_alive,

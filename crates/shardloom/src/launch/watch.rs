@@ -4,7 +4,7 @@
 use super::flags::signal_name;
 use super::worker::{Failure, Worker};
 use crate::{Error, Result};
-use signal_hook::consts::{SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGCONT, SIGKILL, SIGTERM};
 use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant, SystemTime};
@@ -117,6 +117,8 @@ impl Watch<'_> {
 
     fn end(&self, signal: i32, why: Why, since: SystemTime) -> Ending {
         self.signal(signal);
+        // One that is stopped hears it only when it goes on.
+        self.signal(SIGCONT);
         Ending { why, since, deadline: Instant::now() + self.grace }
     }
 
