@@ -2,7 +2,7 @@
 //! date as keys go by. The scores of a whole sequence are never held.
 
 use super::elementwise::{load_from, store_to};
-use super::float::{dot, exp, max_of, simd, sum_over};
+use super::float::{LANES, dot, exp, max_of, simd, sum_over};
 use super::gemm::{Operand, product};
 use super::{check, scratch};
 use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result, Stream};
@@ -180,27 +180,44 @@ fn forward(
     })
 }
 
+/// What is seen of a row, widened to whole lanes as far as the row goes: loops over it leave no remainder to be
+/// worked through one by one.
+#[inline(always)]
+fn whole_lanes(seen: &Range<usize>, len: usize) -> Range<usize> {
+    seen.start - seen.start % LANES..seen.end.next_multiple_of(LANES).min(len)
+}
+
 simd! {
     /// Turns a query's scores into exponentials under the maximum so far, zero where it does not see. Returns
     /// the factor on what was summed under the maximum before.
     pub fn softmax_step(scores: &mut [f32], seen: Range<usize>, scale: f32, max: &mut f32, total: &mut f32) -> f32 {
-        let (before, rest) = scores.split_at_mut(seen.start);
-        let (seen, after) = rest.split_at_mut(seen.end - seen.start);
-        before.fill(0.0);
-        after.fill(0.0);
         if seen.is_empty() {
+            scores.fill(0.0);
             return 1.0;
         }
-        for score in seen.iter_mut() {
+        let lanes = whole_lanes(&seen, scores.len());
+        scores[..lanes.start].fill(0.0);
+        scores[lanes.end..].fill(0.0);
+        for score in &mut scores[lanes.clone()] {
             *score *= scale;
         }
-        let largest = max_of(seen).max(*max);
-        for score in seen.iter_mut() {
+        // What is not seen takes a seen score's place for a while: −∞ would send `exp` through subnormals, which
+        // processors are slow at.
+        let (stand_in, before, after) = (scores[seen.start], lanes.start..seen.start, seen.end..lanes.end);
+        scores[before.clone()].fill(stand_in);
+        scores[after.clone()].fill(stand_in);
+        let largest = max_of(&scores[lanes.clone()]).max(*max);
+        for score in &mut scores[lanes.clone()] {
             *score = exp(*score - largest);
         }
-        let rescale = exp(*max - largest);
+        scores[before].fill(0.0);
+        scores[after].fill(0.0);
+        let rescale = match *max {
+            f32::NEG_INFINITY => 0.0,
+            max => exp(max - largest),
+        };
         *max = largest;
-        *total = *total * rescale + sum_over([seen], |[p]| p);
+        *total = *total * rescale + sum_over([&scores[lanes]], |[p]| p);
         rescale
     }
 }
@@ -303,13 +320,14 @@ fn backward(
 simd! {
     /// Scores become probabilities, and their gradients those of the scores before scaling.
     fn probabilities(p: &mut [f32], ds: &mut [f32], seen: Range<usize>, scale: f32, lse: f32, delta: f32) {
-        p[..seen.start].fill(0.0);
-        p[seen.end..].fill(0.0);
-        ds[..seen.start].fill(0.0);
-        ds[seen.end..].fill(0.0);
-        for (p, ds) in p[seen.clone()].iter_mut().zip(&mut ds[seen]) {
+        let lanes = whole_lanes(&seen, p.len());
+        for (p, ds) in p[lanes.clone()].iter_mut().zip(&mut ds[lanes]) {
             *p = exp(*p * scale - lse);
             *ds = *p * (*ds - delta) * scale;
+        }
+        for row in [p, ds] {
+            row[..seen.start].fill(0.0);
+            row[seen.end..].fill(0.0);
         }
     }
 }

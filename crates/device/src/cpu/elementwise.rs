@@ -119,14 +119,19 @@ fn reduce(
     check::buffer(op, "out", out, Dtype::F32, 1)?;
     check::stream(op, stream)?.run(|| {
         let mut lanes = [0.0f64; LANES];
-        scratch::with([CHUNK], |[values]| {
-            (0..x.len()).step_by(CHUNK).try_for_each(|start| {
-                let values = &mut values[..CHUNK.min(x.len() - start)];
-                load_from(x, start, values)?;
-                step(values, &mut lanes);
-                Ok::<(), Error>(())
-            })
-        })?;
+        if x.dtype() == Dtype::F32 {
+            // SAFETY: stream order keeps writers away from `x` while this runs.
+            step(unsafe { x.host_slice::<f32>() }, &mut lanes);
+        } else {
+            scratch::with([CHUNK], |[values]| {
+                (0..x.len()).step_by(CHUNK).try_for_each(|start| {
+                    let values = &mut values[..CHUNK.min(x.len() - start)];
+                    load_from(x, start, values)?;
+                    step(values, &mut lanes);
+                    Ok::<(), Error>(())
+                })
+            })?;
+        }
         // SAFETY: stream order keeps everyone else away from `out`.
         let out = unsafe { out.host_slice_mut::<f32>() };
         let before = if accumulate { f64::from(out[0]) } else { 0.0 };
@@ -135,23 +140,32 @@ fn reduce(
     })
 }
 
+/// Adds f(value) to the lanes in turn.
+#[inline(always)]
+fn accumulate_lanes(values: &[f32], lanes: &mut [f64; LANES], f: impl Fn(f32) -> f64) {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    // A copy stays in registers over the loop.
+    let mut sums = *lanes;
+    for chunk in chunks {
+        for lane in 0..LANES {
+            sums[lane] += f(chunk[lane]);
+        }
+    }
+    for (sum, &value) in sums.iter_mut().zip(rest) {
+        *sum += f(value);
+    }
+    *lanes = sums;
+}
+
 simd! {
     fn add_up(values: &[f32], lanes: &mut [f64; LANES]) {
-        for chunk in values.chunks(LANES) {
-            for (lane, &value) in lanes.iter_mut().zip(chunk) {
-                *lane += f64::from(value);
-            }
-        }
+        accumulate_lanes(values, lanes, |value| f64::from(value));
     }
 }
 
 simd! {
     fn add_up_squares(values: &[f32], lanes: &mut [f64; LANES]) {
-        for chunk in values.chunks(LANES) {
-            for (lane, &value) in lanes.iter_mut().zip(chunk) {
-                *lane += f64::from(value) * f64::from(value);
-            }
-        }
+        accumulate_lanes(values, lanes, |value| f64::from(value) * f64::from(value));
     }
 }
 

@@ -235,8 +235,17 @@ pub fn max_of(values: &[f32]) -> f32 {
             lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
         }
     }
-    let rest = chunks.remainder().iter().copied();
-    lanes.into_iter().chain(rest).fold(f32::NEG_INFINITY, |max, value| if value > max { value } else { max })
+    for (lane, &value) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = if value > *lane { value } else { *lane };
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = if lanes[i + width] > lanes[i] { lanes[i + width] } else { lanes[i] };
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 /// e^x within two units in the last place, subnormal results included.

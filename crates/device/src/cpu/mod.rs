@@ -23,6 +23,7 @@ mod rope;
 mod scratch;
 mod stream;
 mod swiglu;
+mod transpose;
 
 pub use stream::{Event, Stream};
 
