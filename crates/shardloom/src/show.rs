@@ -44,8 +44,9 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<(Run, Option<String>)> 
     set.extend(["data.kind=\"tokens\"".into(), "data.path=\"absent\"".into()]);
     match Run::parse(&text, &set) {
         Ok(run) => Ok((run, Some(format!("planned from data.seq_len alone: {missing}")))),
-        // Something else was wrong, and the first message says what.
-        Err(_) => Err(missing),
+        // Data that is not here was not the only thing wrong.
+        Err(Error::Config(what)) => Err(Error::Config(format!("{}: {what}", path.display()))),
+        Err(other) => Err(other),
     }
 }
 
