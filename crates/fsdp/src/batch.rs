@@ -14,6 +14,10 @@ pub struct Field {
 }
 
 impl Field {
+    pub fn new(name: &'static str, dtype: Dtype, shape: impl Into<Shape>) -> Self {
+        Field { name, dtype, shape: shape.into() }
+    }
+
     pub fn num_bytes(&self) -> usize {
         self.shape.numel() * self.dtype.bytes()
     }
@@ -33,6 +37,13 @@ impl Field {
     }
 }
 
+/// The numbers of one field, of a model of a user's own.
+#[derive(Clone, Copy, Debug)]
+pub enum Values<'a> {
+    F32(&'a [f32]),
+    I32(&'a [i32]),
+}
+
 /// One micro-batch of one rank: bytes for each field, in the plan's order, and how many targets its loss
 /// counts.
 #[derive(Clone, Debug)]
@@ -42,6 +53,16 @@ pub struct HostBatch {
 }
 
 impl HostBatch {
+    /// A micro-batch of any model: the numbers of each field, in the plan's order, and how many targets they hold
+    /// (what the loss is divided by, summed over ranks and micro-batches).
+    pub fn of(fields: &[Values<'_>], num_targets: usize) -> Self {
+        let fields = fields.iter().map(|values| match values {
+            Values::F32(values) => values.iter().flat_map(|value| value.to_ne_bytes()).collect(),
+            Values::I32(values) => bytes(values),
+        });
+        HostBatch { fields: fields.collect(), num_targets }
+    }
+
     /// A micro-batch of a token model: rows of `seq` tokens, each row one document. Labels are already
     /// shifted; negative ones are ignored. Ids are checked against the vocabulary here, once.
     pub fn tokens(ids: &[i32], labels: &[i32], seq: usize, vocab: usize) -> Result<Self> {
@@ -121,6 +142,14 @@ mod tests {
         assert_eq!(batch.fields.len(), Field::packed(2, 4).len());
         assert_eq!(batch.fields[2], bytes(&[0, 1, 0, 1, 0, 0, 1, 2]));
         assert_eq!(batch.num_targets, 0);
+    }
+
+    #[test]
+    fn fields_of_ones_own_are_their_bytes() {
+        let batch = HostBatch::of(&[Values::F32(&[1.0, 2.0]), Values::I32(&[3])], 1);
+        assert_eq!(batch.fields[0], [1.0f32.to_ne_bytes(), 2.0f32.to_ne_bytes()].concat());
+        assert_eq!(batch.fields[1], bytes(&[3]));
+        assert_eq!(Field::new("x", Dtype::F32, [2]).num_bytes(), batch.fields[0].len());
     }
 
     #[test]

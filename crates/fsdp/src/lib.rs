@@ -12,9 +12,10 @@ mod layout;
 mod plan;
 mod schedule;
 mod settings;
+mod threads;
 mod wrap;
 
-pub use batch::{Field, HostBatch};
+pub use batch::{Field, HostBatch, Values};
 pub use decode::{DecodePlan, Decoder, Decoding};
 pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Source};
 pub use error::{Error, Result};
@@ -23,4 +24,5 @@ pub use plan::{Plan, Region};
 pub use schedule::{Action, Part, Schedule};
 pub use settings::{Accumulate, Precision, Settings, Strategy};
 pub use tensor::Keep;
+pub use threads::on_threads;
 pub use wrap::Wrap;

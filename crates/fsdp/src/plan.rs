@@ -121,6 +121,14 @@ impl Plan {
         self.regions().iter().map(|region| region.bytes).sum::<usize>() + Self::constant_bytes(model)
     }
 
+    /// Bytes a rank needs in host memory beside what its device holds: one unit's shard in f32, as it is filled
+    /// or read back, and one step's micro-batches.
+    pub fn host_bytes(&self) -> usize {
+        let shard = self.layout.units.iter().map(|unit| unit.shard_len).max().unwrap_or(0) * 4;
+        let batch: usize = self.settings.fields.iter().map(|field| field.num_bytes()).sum();
+        shard + batch * self.settings.micro_batches
+    }
+
     /// What fills the step's region at its fullest.
     pub fn step_peak_by_kind(&self) -> Vec<(Kind, usize)> {
         let fullest = self.placements.iter().max_by_key(|placement| placement.bytes);

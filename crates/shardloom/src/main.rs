@@ -7,6 +7,7 @@ use shardloom::bench::{self, StepBench};
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
+use shardloom::show::{self, Sheet};
 use shardloom::{Generate, Result, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -25,7 +26,7 @@ enum Command {
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
     /// Shows what each rank will hold and send, before anything is allocated
-    Plan(RunArgs),
+    Plan(PlanArgs),
     /// Prepares training data, and shows it
     #[command(subcommand)]
     Data(DataCommand),
@@ -147,6 +148,24 @@ struct RunArgs {
 }
 
 #[derive(Args)]
+struct PlanArgs {
+    /// The run's configuration
+    run: PathBuf,
+    /// For how many ranks to plan
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    ranks: u32,
+    /// Prints one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Says whether it fits on a device of this size, and what to change if not [default: this GPU's, if any]
+    #[arg(long, value_name = "80GiB", value_parser = show::parse_bytes)]
+    device_memory: Option<usize>,
+    /// Overrides a key of the configuration, as in shard.strategy=grad
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+#[derive(Args)]
 struct GenerateArgs {
     /// A Hugging Face folder, as training writes to OUTPUT/model
     #[arg(long, value_name = "DIR")]
@@ -191,7 +210,8 @@ fn run(cli: Cli) -> Result<()> {
         Command::Train(args) => reported(|| shardloom::train(&args.load()?, args.ranks as usize)),
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
-            print!("{}", shardloom::plan(&args.load()?, args.ranks as usize)?);
+            let sheet = args.sheet()?;
+            print!("{}", if args.json { sheet.json() } else { sheet.text() });
             Ok(())
         }
         Command::Generate(args) => generate(&args.resolve()),
@@ -272,6 +292,16 @@ impl GenerateArgs {
 fn reported(rank: impl FnOnce() -> Result<()>) -> Result<()> {
     error_file::write_on_panic();
     rank().inspect_err(|error| error_file::write(&error.to_string()))
+}
+
+impl PlanArgs {
+    fn sheet(&self) -> Result<Sheet> {
+        let (run, note) = show::load(&self.run, &self.set)?;
+        let device_bytes = self.device_memory.or_else(|| show::gpu_bytes(&run));
+        let mut sheet = Sheet::new(&run, self.ranks as usize, device_bytes)?;
+        sheet.notes.extend(note);
+        Ok(sheet)
+    }
 }
 
 impl RunArgs {

@@ -55,12 +55,6 @@ pub struct Life {
     pub end: usize,
 }
 
-impl Life {
-    fn meets(&self, other: &Life) -> bool {
-        self.start < other.end && other.start < self.end
-    }
-}
-
 /// The lives of all tensors of one step, in order of their coming.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
@@ -133,33 +127,35 @@ impl Trace {
 
     fn place_in_order(&self, order: &[usize]) -> (Vec<usize>, usize) {
         let mut offsets = vec![0; self.lives.len()];
-        let (mut placed, mut neighbours, mut total) = (Vec::<usize>::new(), Vec::new(), 0);
+        // Sorted by offset, so that the lowest gap is found by one walk that ends at it.
+        let (mut placed, mut total) = (Vec::<Placed>::with_capacity(order.len()), 0);
         for &index in order {
-            let life = &self.lives[index];
-            if life.bytes == 0 {
+            let Life { bytes, start, end, .. } = self.lives[index];
+            if bytes == 0 {
                 continue;
             }
-            neighbours.clear();
-            neighbours.extend(
-                placed
-                    .iter()
-                    .filter(|&&other| self.lives[other].meets(life))
-                    .map(|&other| (offsets[other], self.lives[other].bytes)),
-            );
-            neighbours.sort_unstable();
             let mut offset = 0;
-            for &(start, bytes) in &neighbours {
-                if offset + life.bytes <= start {
+            for other in placed.iter().filter(|other| other.start < end && start < other.end) {
+                if offset + bytes <= other.from {
                     break;
                 }
-                offset = offset.max(start + bytes);
+                offset = offset.max(other.to);
             }
             offsets[index] = offset;
-            total = total.max(offset + life.bytes);
-            placed.push(index);
+            total = total.max(offset + bytes);
+            let at = placed.partition_point(|other| other.from < offset);
+            placed.insert(at, Placed { from: offset, to: offset + bytes, start, end });
         }
         (offsets, total)
     }
+}
+
+/// A tensor that has its place: bytes `from..to` from tick `start` to tick `end`.
+struct Placed {
+    from: usize,
+    to: usize,
+    start: usize,
+    end: usize,
 }
 
 /// Gives tensors their storage. A handle; clones share it.
@@ -281,7 +277,8 @@ mod tests {
 
     fn overlap(p: &Placement, a: usize, b: usize) -> bool {
         let (la, lb) = (&p.trace.lives[a], &p.trace.lives[b]);
-        la.meets(lb) && p.offsets[a] < p.offsets[b] + lb.bytes && p.offsets[b] < p.offsets[a] + la.bytes
+        let meet = la.start < lb.end && lb.start < la.end;
+        meet && p.offsets[a] < p.offsets[b] + lb.bytes && p.offsets[b] < p.offsets[a] + la.bytes
     }
 
     #[test]

@@ -127,9 +127,11 @@ impl Fixed {
     }
 
     /// Tokens of the whole batch before this rank's micro-batch: ranks take theirs in order, and so do
-    /// micro-batches within a rank.
+    /// micro-batches within a rank. There is a label to each; a model without labels is taken at its first field.
     fn first_row(&self, micro_batch: usize, micro_batches: usize) -> u64 {
-        let tokens = self.plan.settings.fields.first().map_or(0, |field| field.shape.numel());
+        let fields = &self.plan.settings.fields;
+        let labels = fields.iter().find(|field| field.name == tensor::ops::field::LABELS);
+        let tokens = labels.or(fields.first()).map_or(0, |field| field.shape.numel());
         ((self.rank() * micro_batches + micro_batch) * tokens) as u64
     }
 
