@@ -377,6 +377,7 @@ fn show(stream: &mut TcpStream, secret: &[u8]) -> io::Result<()> {
 }
 
 fn denied(why: &dyn std::fmt::Display) -> io::Error {
-    let what = format!("it refused the job's secret ({}), or is not a store of ours: {why}", secret::VARIABLE);
+    let what =
+        format!("it refused the job's secret ({}), or is not a store of ours: {why}", secret::VARIABLE);
     io::Error::new(io::ErrorKind::PermissionDenied, what)
 }
