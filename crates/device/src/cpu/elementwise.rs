@@ -159,7 +159,7 @@ fn accumulate_lanes(values: &[f32], lanes: &mut [f64; LANES], f: impl Fn(f32) ->
 
 simd! {
     fn add_up(values: &[f32], lanes: &mut [f64; LANES]) {
-        accumulate_lanes(values, lanes, |value| f64::from(value));
+        accumulate_lanes(values, lanes, f64::from);
     }
 }
 
