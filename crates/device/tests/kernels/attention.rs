@@ -1,6 +1,6 @@
 use super::harness::{Bed, FLOATS, Random, Tolerance, beds, check_gradient, dot, twice};
 use super::reference;
-use device::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype};
+use device::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype, Profile};
 
 fn shape(
     rows: usize,
@@ -84,9 +84,11 @@ fn case(bed: &Bed, dtype: Dtype, shape: AttentionShape, several: bool) {
     Tolerance::new(dtype, 2).check(&format!("{case}: out"), &got, &want);
     Tolerance::new(Dtype::F32, 4).check(&format!("{case}: lse"), &lse, &want_lse);
     let want = reference::attention_grad(&shape, &qkv.values, &starts, &got, &dout.values);
-    // Probabilities, the scores' gradient and the result. The first tokens of a row average over few keys, so
-    // their terms are larger than the others'.
-    Tolerance::new(dtype, 3).with_terms_of(3.0).check(&format!("{case}: dqkv"), &dqkv, &want);
+    // Probabilities, the scores' gradient and the result. cuDNN rounds the first two before it multiplies; where a
+    // row's first tokens average over few keys, those terms are larger than the others'.
+    let fused = matches!(profile, Profile::Cuda { .. }) && !bed.device.name().contains("no cuDNN");
+    let terms = if fused { 3.0 } else { 1.0 };
+    Tolerance::new(dtype, 3).with_terms_of(terms).check(&format!("{case}: dqkv"), &dqkv, &want);
 }
 
 /// Whole sequences, and how they are cut into passes.
