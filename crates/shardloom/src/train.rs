@@ -7,10 +7,13 @@ use crate::run::{ModelSource, Run};
 use crate::source::{Folder, Seeded};
 use crate::{Error, Result, save, show};
 use device::Profile;
-use fsdp::{Engine, Hyper, Plan, Settings, Source};
+use fsdp::{Engine, Hyper, Plan, Source};
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::Model;
+
+/// A loss scale that has fallen this far does not come back: gradients are not finite at any scale.
+const MIN_LOSS_SCALE: f64 = 1.0 / 65536.0;
 
 /// Trains as `ranks` ranks on this machine, or as one of those a launcher has started.
 pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
@@ -46,20 +49,8 @@ impl<'a> Job<'a> {
     }
 
     pub fn plan(&self, profile: Profile) -> Result<Plan> {
-        let run = self.run;
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: self.data.fields(self.micro_batch),
-            micro_batches: self.micro_batches,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = self.data.fields(self.micro_batch);
+        let settings = self.run.settings(self.ranks, fields, self.micro_batches, profile);
         Ok(Plan::new(&self.model, settings, profile)?)
     }
 
@@ -90,6 +81,7 @@ impl<'a> Job<'a> {
         let mut sinks = self.sinks(rank, steps)?;
         let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
         let mut loader = Loader::start(stream, share, Cursor::default(), steps)?;
+        let scaled = engine.plan().settings.loss_scale().is_some();
         let (mut start, mut reported) = (Instant::now(), 0);
         for step in 1..=steps {
             let batches = loader.next_step()?;
@@ -99,6 +91,9 @@ impl<'a> Job<'a> {
                 continue;
             }
             let report = engine.report()?;
+            if report.ended_at.is_some() || report.loss_scale < MIN_LOSS_SCALE {
+                return Err(engine.blame(report.ended_at.unwrap_or(step))?.into());
+            }
             if !report.loss.is_finite() {
                 return Err(Error::NotFinite { step, loss: report.loss });
             }
@@ -116,6 +111,8 @@ impl<'a> Job<'a> {
                 step_ms: seconds * 1e3,
                 peak_bytes: engine.device().memory_use().peak_bytes,
                 device_bytes: engine.device().measured_bytes(),
+                loss_scale: scaled.then_some(report.loss_scale),
+                skipped_steps: scaled.then_some(report.skipped_steps),
             };
             sinks.iter_mut().try_for_each(|sink| sink.step(&event))?;
         }
