@@ -6,5 +6,4 @@ mod write;
 
 pub use header::{MAX_HEADER_BYTES, TensorInfo};
 pub use read::File;
-pub(crate) use write::write_whole;
 pub use write::{Layout, Writer};

@@ -2,11 +2,13 @@
 
 mod eval;
 mod fill;
+mod state;
 mod step;
 mod view;
 
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
+pub use state::{Saved, Slot, Stretch};
 
 use crate::plan::{Held, align};
 use crate::{Error, Plan, Result};
