@@ -35,6 +35,8 @@ pub enum GroupChoice {
     Shm,
     /// Processes on several machines, over sockets.
     Tcp,
+    /// Processes of an MPI, in builds with the feature `mpi`.
+    Mpi,
     Nccl,
 }
 
@@ -233,6 +235,7 @@ impl Run {
                     ("local", GroupChoice::Local),
                     ("shm", GroupChoice::Shm),
                     ("tcp", GroupChoice::Tcp),
+                    ("mpi", GroupChoice::Mpi),
                     ("nccl", GroupChoice::Nccl),
                 ],
             )?,
