@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
 use tensor::optim::{AdamW, Decay};
-use tensor::{Arena, Kind, Mode, Model};
+use tensor::{Arena, Keep, Kind, Mode, Model};
 
 /// One allocation on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +26,9 @@ pub struct Plan {
     pub schedules: Vec<Schedule>,
     /// Where each schedule's tensors lie in the step's region.
     pub placements: Vec<Arc<Placement>>,
+    /// Whether the unit before the turn keeps what its backward needs although the others run forward again: its
+    /// backward is next, and where that takes no more memory a forward is saved.
+    pub keeps_last: bool,
     /// A hash of all the above, equal on ranks that will work together.
     pub fingerprint: u64,
 }
@@ -45,8 +48,16 @@ impl Plan {
         }
         parts.push(Part::Eval);
         let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
-        let mut plan = Plan { settings, profile, layout, schedules, placements: vec![], fingerprint: 0 };
+        let (placements, keeps_last, fingerprint) = (vec![], false, 0);
+        let mut plan = Plan { settings, profile, layout, schedules, placements, keeps_last, fingerprint };
         plan.placements = plan.trace(model)?;
+        if plan.settings.keep == Keep::Nothing {
+            let mut keeping = Plan { keeps_last: true, ..plan.clone() };
+            keeping.placements = keeping.trace(model)?;
+            if keeping.step_bytes() <= plan.step_bytes() {
+                plan = keeping;
+            }
+        }
         plan.fingerprint = plan.hash(model);
         Ok(plan)
     }
@@ -68,6 +79,20 @@ impl Plan {
         Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
     }
 
+    /// Bytes of the region that the schedules share.
+    fn step_bytes(&self) -> usize {
+        self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0)
+    }
+
+    /// What a unit keeps of its forward. What no backward will come to is not kept at all.
+    pub(crate) fn keep_of(&self, unit: usize) -> Keep {
+        match self.settings.keep {
+            _ if unit < self.layout.lowest_trained() => Keep::Nothing,
+            Keep::Nothing if self.keeps_last && unit + 2 == self.layout.num_walked => Keep::All,
+            keep => keep,
+        }
+    }
+
     /// How many of the schedules are for training.
     pub(crate) fn training_schedules(&self) -> usize {
         self.schedules.iter().filter(|schedule| schedule.part.mode() == Mode::Train).count()
@@ -87,7 +112,6 @@ impl Plan {
         let precision = &self.settings.precision;
         let owned = self.layout.owned(true);
         let held = |dtype: Dtype| owned * dtype.bytes();
-        let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
         let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
         let gradients = match self.held() {
@@ -101,7 +125,7 @@ impl Plan {
             ("frozen weights", self.layout.owned(false) * precision.compute.bytes()),
             ("moments", 2 * held(precision.moments)),
             ("held gradients", gradients),
-            ("step", step),
+            ("step", self.step_bytes()),
             ("batch", batch + ALIGN_BYTES),
             ("workspace", self.profile.workspace_bytes()),
         ]
@@ -173,7 +197,8 @@ impl Plan {
     }
 
     fn hash(&self, model: &Model) -> u64 {
-        let mut text = format!("{:?} {:?} {:?}", self.settings, self.profile, self.layout);
+        let mut text =
+            format!("{:?} {:?} {:?} {}", self.settings, self.profile, self.layout, self.keeps_last);
         for schedule in &self.schedules {
             let _ = write!(text, "{schedule:?}");
         }
