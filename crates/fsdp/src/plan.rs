@@ -3,7 +3,7 @@
 use crate::engine::Engine;
 use crate::{Action, HostBatch, Hyper, Layout, Part, Result, Schedule, Settings};
 use comm::{Group, Reduction};
-use device::{Buffer, Device, Dtype, Profile, Stream, null::Null};
+use device::{Buffer, Device, Dtype, ProductShape, Profile, Stream, null::Null};
 use std::fmt::Write;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
@@ -26,6 +26,8 @@ pub struct Plan {
     pub schedules: Vec<Schedule>,
     /// Where each schedule's tensors lie in the step's region.
     pub placements: Vec<Arc<Placement>>,
+    /// Products of the schedules, each shape once, for devices that choose how to compute them.
+    pub products: Vec<ProductShape>,
     /// Whether the unit before the turn keeps what its backward needs although the others run forward again: its
     /// backward is next, and where that takes no more memory a forward is saved.
     pub keeps_last: bool,
@@ -48,12 +50,20 @@ impl Plan {
         }
         parts.push(Part::Eval);
         let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
-        let (placements, keeps_last, fingerprint) = (vec![], false, 0);
-        let mut plan = Plan { settings, profile, layout, schedules, placements, keeps_last, fingerprint };
-        plan.placements = plan.trace(model)?;
+        let mut plan = Plan {
+            settings,
+            profile,
+            layout,
+            schedules,
+            placements: vec![],
+            products: vec![],
+            keeps_last: false,
+            fingerprint: 0,
+        };
+        (plan.placements, plan.products) = plan.trace(model)?;
         if plan.settings.keep == Keep::Nothing {
             let mut keeping = Plan { keeps_last: true, ..plan.clone() };
-            keeping.placements = keeping.trace(model)?;
+            (keeping.placements, keeping.products) = keeping.trace(model)?;
             if keeping.step_bytes() <= plan.step_bytes() {
                 plan = keeping;
             }
@@ -62,9 +72,10 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Runs all schedules on the null device and places what they ask for.
-    fn trace(&self, model: &Arc<Model>) -> Result<Vec<Arc<Placement>>> {
-        let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
+    /// Runs all schedules on the null device and places what they ask for; and the products they compute.
+    fn trace(&self, model: &Arc<Model>) -> Result<(Vec<Arc<Placement>>, Vec<ProductShape>)> {
+        let null = Arc::new(Null::new(self.profile));
+        let device: Arc<dyn Device> = null.clone();
         let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
         let mute: Arc<dyn Group> = Arc::new(Mute { size: self.settings.ranks });
         let groups = crate::Groups::all(mute);
@@ -76,7 +87,8 @@ impl Plan {
         engine.step(&batches, &Hyper { adamw, lr: 0.0, clip_norm: 0.0, step: 1 })?;
         engine.evaluate(&batches[..1])?;
         drop(engine);
-        Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
+        let placements = arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect();
+        Ok((placements, null.products()))
     }
 
     /// Bytes of the region that the schedules share.

@@ -87,6 +87,35 @@ template <typename T> __device__ __forceinline__ void store8(T* p, const float* 
     for (int i = 0; i < (int)sizeof(T) / 2; i++) reinterpret_cast<uint4*>(p)[i] = pack.raw[i];
 }
 
+template <int BYTES> struct Raw;
+template <> struct Raw<8> {
+    typedef uint2 type;
+};
+template <> struct Raw<16> {
+    typedef uint4 type;
+};
+
+// Four elements at a time: one access of 16 bytes for f32, of 8 for 16-bit types.
+template <typename T> __device__ __forceinline__ void load4(const T* p, float* out) {
+    union {
+        typename Raw<4 * sizeof(T)>::type raw;
+        T values[4];
+    } pack;
+    pack.raw = *reinterpret_cast<const typename Raw<4 * sizeof(T)>::type*>(p);
+#pragma unroll
+    for (int i = 0; i < 4; i++) out[i] = to_f32(pack.values[i]);
+}
+
+template <typename T> __device__ __forceinline__ void store4(T* p, const float* in) {
+    union {
+        typename Raw<4 * sizeof(T)>::type raw;
+        T values[4];
+    } pack;
+#pragma unroll
+    for (int i = 0; i < 4; i++) pack.values[i] = from_f32<T>(in[i]);
+    *reinterpret_cast<typename Raw<4 * sizeof(T)>::type*>(p) = pack.raw;
+}
+
 // Eight elements as they lie in memory: for loads that are to be in flight long before their values are used.
 template <typename T> struct Eight {
     uint4 raw[sizeof(T) / 2];
