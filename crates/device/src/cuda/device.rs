@@ -11,8 +11,8 @@ use super::stream::Stream;
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
     CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
-    SumLoss, Swiglu, SwigluGrad,
+    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -76,6 +76,10 @@ impl Cuda {
 
     pub(super) fn cudnn(&self) -> Option<&Cudnn> {
         self.cudnn.as_ref()
+    }
+
+    pub(super) fn products(&self) -> &MatrixProducts {
+        &self.products
     }
 
     /// Makes the GPU's primary context the calling thread's, as libraries that issue work themselves expect.
@@ -201,6 +205,25 @@ impl Device for Cuda {
             stream.synchronize().and(copied)?;
         }
         stream.synchronize()
+    }
+
+    /// With sums in a fixed order nothing depends on the clock: the library's first suggestion is taken.
+    fn choose(
+        &self,
+        stream: &crate::Stream,
+        products: &[ProductShape],
+        room: &Arc<dyn Memory>,
+    ) -> Result<String> {
+        match self.profile {
+            Profile::Cuda { deterministic: false } if Stream::can_time() => {
+                self.choose_products(self.stream_of("choose", stream)?, products, room)
+            }
+            _ => Ok(String::new()),
+        }
+    }
+
+    fn adopt(&self, choices: &str) {
+        self.adopt_products(choices);
     }
 }
 

@@ -8,6 +8,7 @@
 //! [`stream`], [`nvrtc`] and [`module`], and the safe kernels above them.
 
 mod attention;
+mod choice;
 pub mod cudnn;
 mod device;
 mod driver;
