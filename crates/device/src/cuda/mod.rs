@@ -11,6 +11,7 @@ mod attention;
 pub mod cudnn;
 mod device;
 mod driver;
+mod flash;
 mod flat;
 mod gemm;
 mod library;
@@ -23,6 +24,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
 pub use library::{device_count, present};
 pub use stream::{Event, Stream, TimedEvent};
