@@ -265,7 +265,8 @@ pub struct Attention<'a> {
     pub shape: AttentionShape,
     /// `[tokens, (heads + 2·kv_heads)·head_dim]`: all queries, then all keys, then all values of a token.
     pub qkv: &'a Buffer,
-    /// i32 per token: index within its row of the first token of its document. None: one document a row.
+    /// i32 per token: index within its row of the first token of its document, which never falls within a row,
+    /// since documents follow each other. None: one document a row.
     pub document_start: Option<&'a Buffer>,
     /// `[tokens, heads·head_dim]`
     pub out: &'a Buffer,

@@ -12,6 +12,7 @@ mod choice;
 pub mod cudnn;
 mod device;
 mod driver;
+mod flash;
 mod flat;
 mod gemm;
 mod library;
@@ -24,6 +25,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
 pub use library::{device_count, present};
 pub use stream::{Event, Stream, TimedEvent};
