@@ -18,7 +18,7 @@ mod wrap;
 pub use batch::{Field, HostBatch, Values};
 pub use decode::{DecodePlan, Decoder, Decoding};
 pub use device::Scaling;
-pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Scaler, Source};
+pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Saved, Scaler, Slot, Source, Stretch};
 pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};
