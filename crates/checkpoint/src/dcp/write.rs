@@ -4,7 +4,8 @@ use super::blob::{draft, draft_tensor};
 use super::checkpoint::METADATA;
 use super::pickle::{Class, Pickler};
 use super::zip::Draft;
-use crate::safetensors::{bytes_of, write_whole};
+use crate::safetensors::bytes_of;
+use crate::storage::{Disk, Storage};
 use crate::{Dtype, Error, Result};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -106,7 +107,17 @@ pub fn write(
     }
     let objects: Vec<_> = objects.iter().map(|(path, _)| path).zip(object_places).collect();
     let tensors: Vec<_> = tensors.iter().zip(tensor_places).collect();
-    write_whole(&dir.join(METADATA), &metadata(&tensors, &objects))
+    write_last(dir, &metadata(&tensors, &objects))
+}
+
+/// The metadata, under a temporary name and then its own: a folder without it is no checkpoint.
+fn write_last(dir: &Path, bytes: &[u8]) -> Result<()> {
+    let (path, temporary) = (dir.join(METADATA), dir.join(format!("{METADATA}.tmp")));
+    let file = Disk.create(&temporary, bytes.len() as u64).map_err(Error::io(&temporary, "create"))?;
+    file.write_at(bytes, 0).map_err(Error::io(&temporary, "write to"))?;
+    file.sync().map_err(Error::io(&temporary, "sync"))?;
+    Disk.rename(&temporary, &path).map_err(Error::io(&path, "rename into"))?;
+    Disk.sync_dir(dir).map_err(Error::io(dir, "sync"))
 }
 
 fn file_name(number: usize) -> String {
