@@ -171,7 +171,7 @@ impl<'a> Job<'a> {
             }
             // After its line: a run that goes on from here finds all lines up to here.
             if what.is_something() {
-                self.say(share.rank, saver.save(engine, self.state(step, cursor, stream), what)?);
+                self.say(share.rank, saver.save(engine, self.state(step, cursor, stream, engine)?, what)?);
             }
         }
         sinks.iter_mut().try_for_each(|sink| sink.finish())?;
@@ -180,14 +180,18 @@ impl<'a> Job<'a> {
     }
 
     /// Where the run stands after `step`.
-    fn state(&self, step: u64, cursor: Cursor, stream: &Stream) -> State {
+    fn state(&self, step: u64, cursor: Cursor, stream: &Stream, engine: &Engine) -> Result<State> {
         let Cursor { epoch, row } = cursor;
-        State {
+        let fsdp::Scaler { scale, good_steps, skipped_steps } = engine.scaler()?;
+        let scaled = engine.plan().settings.loss_scale().is_some();
+        Ok(State {
+            optimizer_step: step - skipped_steps.min(step),
+            scaler: scaled.then_some(checkpoint::Scaler { scale, good_steps: good_steps.into() }),
             data: Some(Position { epoch, row, fingerprint: stream.fingerprint() }),
             run: self.run.given.clone(),
             versions: BTreeMap::from([("shardloom".into(), env!("CARGO_PKG_VERSION").into())]),
             ..State::at(step)
-        }
+        })
     }
 
     /// Rank 0 reports for all.

@@ -2,7 +2,8 @@
 
 use device::{Device, Dtype, Profile};
 use fsdp::{
-    Engine, Field, Groups, HostBatch, Hyper, Plan, Precision, Report, Result, Settings, Source, on_threads,
+    Engine, Field, Groups, HostBatch, Hyper, Plan, Precision, Report, Result, Settings, Slot, Source,
+    Stretch, on_threads,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -80,13 +81,13 @@ pub type Weights = BTreeMap<String, Vec<f32>>;
 pub type Part = Vec<(String, usize, Vec<f32>)>;
 
 pub fn part(engine: &Engine) -> Part {
-    let mut part = Part::new();
-    let take = |name: &str, start: usize, values: &[f32]| {
-        part.push((name.to_string(), start, values.to_vec()));
-        Ok(())
+    let read = |stretch: Stretch| {
+        let mut bytes = vec![0; stretch.len * 4];
+        engine.copy_slot(Slot::Master, &stretch, &mut bytes).unwrap();
+        let values = bytes.chunks_exact(4).map(|four| f32::from_ne_bytes(four.try_into().unwrap()));
+        (stretch.name, stretch.start, values.collect())
     };
-    engine.read_weights(&Seeded, take).unwrap();
-    part
+    engine.saved_stretches().into_iter().filter(|stretch| stretch.trainable).map(read).collect()
 }
 
 pub fn assemble(model: &Model, parts: &[Part]) -> Weights {

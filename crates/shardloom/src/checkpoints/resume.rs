@@ -148,6 +148,12 @@ impl Resumed {
     /// read once, as it was written.
     pub fn restore(&self, engine: &mut Engine, groups: &Groups) -> Result<()> {
         engine.restore(self)?;
+        let mut scaler = engine.scaler()?;
+        if let (Some(saved), true) = (self.state.scaler, engine.plan().settings.loss_scale().is_some()) {
+            (scaler.scale, scaler.good_steps) = (saved.scale, saved.good_steps as u32);
+        }
+        scaler.skipped_steps = self.state.step.saturating_sub(self.state.optimizer_step);
+        engine.set_scaler(&scaler)?;
         let mine = self.reader.receipt();
         if !engine.plan().settings.is_sharded() {
             return Ok(self.reader.prove([mine])?);
