@@ -101,6 +101,25 @@ pub fn assemble(model: &Model, parts: &[Part]) -> Weights {
     weights
 }
 
+/// The groups of a grid of `replicate` rows.
+fn grid(groups: Groups, replicate: usize) -> Result<Groups> {
+    if replicate == 1 {
+        return Ok(groups);
+    }
+    let (rank, shards) = (groups.world.rank(), groups.world.size() / replicate);
+    let row: Vec<usize> = (0..shards).map(|at| rank / shards * shards + at).collect();
+    let column: Vec<usize> = (0..replicate).map(|at| at * shards + rank % shards).collect();
+    let split = |group: &Arc<dyn comm::Group>, ranks: &[usize], name: &str| {
+        Ok::<_, fsdp::Error>(group.split(ranks, name)?.expect("every rank is in one"))
+    };
+    Ok(Groups {
+        gather: split(&groups.gather, &row, "gather")?,
+        reduce: split(&groups.reduce, &row, "reduce")?,
+        replicate: split(&groups.reduce, &column, "replicate")?,
+        world: groups.world,
+    })
+}
+
 /// Runs `body` as every rank, with an engine that has its weights.
 pub fn on_ranks<T: Send>(
     model: &Arc<Model>,
@@ -109,6 +128,7 @@ pub fn on_ranks<T: Send>(
 ) -> Result<Vec<T>> {
     let plan = Arc::new(Plan::new(model, settings.clone(), Profile::Cpu)?);
     on_threads(settings.ranks, |rank, device: Arc<dyn Device>, groups: Groups| {
+        let groups = grid(groups, settings.replicate)?;
         let mut engine = Engine::new(device, plan.clone(), model.clone(), groups)?;
         engine.fill(&Seeded)?;
         body(rank, engine)
