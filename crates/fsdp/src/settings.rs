@@ -72,11 +72,6 @@ impl Precision {
         moments: Dtype::F32,
     };
 
-    /// Whether gathered weights come from a copy of their own rather than from the master weights.
-    pub fn has_compute_copy(&self) -> bool {
-        self.compute != self.master
-    }
-
     fn check(&self) -> Result<()> {
         let all = [self.compute, self.reduce, self.master, self.grad, self.moments];
         if let Some(dtype) = all.iter().find(|dtype| !dtype.is_float()) {
@@ -97,6 +92,25 @@ impl Precision {
             }
         }
         Ok(())
+    }
+}
+
+/// What is kept in host memory instead of the device's (`CPUOffloadPolicy`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Offload {
+    /// Master weights and moments: the update then runs on the host, and gradients go there.
+    pub optimizer: bool,
+    /// Gradients, from their reduce to the update.
+    pub gradients: bool,
+    /// The weights that gathers take: they come to the device for each gather.
+    pub weights: bool,
+}
+
+impl Offload {
+    pub const ALL: Offload = Offload { optimizer: true, gradients: true, weights: true };
+
+    pub fn is_some(&self) -> bool {
+        self.optimizer || self.gradients || self.weights
     }
 }
 
@@ -128,6 +142,7 @@ pub struct Settings {
     pub after_forward: AfterForward,
     /// Exceptions to `after_forward`; of several that fit a unit, the last holds.
     pub units: Vec<UnitRule>,
+    pub offload: Offload,
     pub precision: Precision,
     /// The fields of one micro-batch on one rank.
     pub fields: Vec<Field>,
@@ -156,6 +171,7 @@ impl Settings {
             prefetch: 1,
             after_forward: AfterForward::Auto,
             units: vec![],
+            offload: Offload::default(),
             precision: Precision::F32,
             fields,
             micro_batches: 1,
@@ -220,6 +236,7 @@ impl Settings {
             format!("shard.prefetch = {}", self.prefetch),
             format!("shard.after_forward = {:?}", self.after_forward),
             format!("shard.unit = {:?}", self.units),
+            format!("shard.offload = {:?}", self.offload),
             format!("batch fields = {}", fields.join(", ")),
             format!("micro-batches = {}", self.micro_batches),
             format!("recompute.mode = {:?}", self.keep),
@@ -250,8 +267,29 @@ impl Settings {
         }
     }
 
+    /// Whether a unit's weights come to be whole for a while, rather than being so all the time.
+    pub fn gathers(&self) -> bool {
+        self.is_sharded() || self.offload.weights
+    }
+
+    /// Whether weights the host has updated are brought to the device's shards once a step.
+    pub fn fetches(&self) -> bool {
+        self.offload.optimizer && !self.offload.weights
+    }
+
+    /// Whether gradients leave the device once they are reduced.
+    pub fn grads_on_host(&self) -> bool {
+        self.offload.gradients || self.offload.optimizer
+    }
+
+    /// Whether gathered weights come from a copy of their own rather than from the master weights.
+    pub fn has_compute_copy(&self) -> bool {
+        let Offload { optimizer, weights, .. } = self.offload;
+        self.precision.compute != self.precision.master || optimizer != weights
+    }
+
     /// Whether whole gradients are kept from micro-batch to micro-batch and reduced at the last one.
     pub fn reduces_once(&self) -> bool {
-        !self.is_sharded() || self.accumulate == Accumulate::Unsharded
+        self.accumulate == Accumulate::Unsharded || !self.is_sharded() && !self.grads_on_host()
     }
 }

@@ -14,6 +14,7 @@ pub trait Source {
 impl Engine {
     /// Fills this rank's shards, moments with zeros. The host holds one unit's shard at a time.
     pub fn fill(&mut self, source: &dyn Source) -> Result<()> {
+        self.settle_updates()?;
         let fixed = &self.fixed;
         let layout = &fixed.plan.layout;
         for (unit, shard) in fixed.shards.iter().enumerate() {
@@ -26,11 +27,9 @@ impl Engine {
                 continue;
             };
             write_rounded(&*fixed.device, &fixed.compute, &values, &trained.master)?;
-            if fixed.plan.settings.precision.has_compute_copy() {
-                fixed.device.cast(&fixed.compute, &trained.master, &shard.compute)?;
-            }
+            fixed.copy_master(shard)?;
             for moment in &trained.moments {
-                fixed.device.fill(&fixed.compute, moment, 0.0)?;
+                fixed.zero(moment)?;
             }
         }
         Ok(fixed.compute.synchronize()?)
@@ -55,4 +54,12 @@ pub(crate) fn write_rounded(
         _ => device.write_slice(stream, values, dst)?,
     }
     Ok(())
+}
+
+pub(super) fn read_f32(device: &dyn Device, stream: &Stream, src: &Buffer) -> Result<Vec<f32>> {
+    Ok(match src.dtype() {
+        Dtype::Bf16 => device.read_vec::<bf16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
+        Dtype::F16 => device.read_vec::<f16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
+        _ => device.read_vec(stream, src)?,
+    })
 }

@@ -5,7 +5,8 @@ use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
 use fsdp::{
-    Accumulate, AfterForward, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, UnitRule, Wrap,
+    Accumulate, AfterForward, Field, Keep, LossScale, Offload, Precision, Scaling, Settings, Strategy,
+    UnitRule, Wrap,
 };
 use std::path::PathBuf;
 use std::time::Duration;
@@ -142,6 +143,7 @@ pub struct Run {
     pub prefetch: usize,
     pub after_forward: AfterForward,
     pub units: Vec<UnitRule>,
+    pub offload: Offload,
     pub device: DeviceChoice,
     pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
@@ -233,6 +235,7 @@ impl Run {
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
             after_forward: after_forward("shard.after_forward", &raw.shard.after_forward)?,
+            offload: offload(&raw.shard.offload)?,
             units: raw.shard.unit.iter().map(unit_rule).collect::<Result<_>>()?,
             device: choose(
                 "device.kind",
@@ -301,6 +304,7 @@ impl Run {
             prefetch: self.prefetch,
             after_forward: self.after_forward,
             units: self.units.clone(),
+            offload: self.offload,
             precision: self.precision,
             micro_batches,
             keep: self.keep,
@@ -357,7 +361,6 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
-    only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
@@ -477,6 +480,33 @@ fn after_forward(key: &str, value: &toml::Value) -> Result<AfterForward> {
         ),
         other => wrong(format!("{key} = {other} is none of auto, free, keep and a number of ranks")),
     }
+}
+
+/// Where moments or master weights are on the host, the update runs there, and takes the others and gradients along.
+fn offload(value: &toml::Value) -> Result<Offload> {
+    let words = match value {
+        toml::Value::String(word) if word == "all" => return Ok(Offload::ALL),
+        toml::Value::Array(words) => words,
+        other => return wrong(format!("shard.offload = {other} is neither a list nor \"all\"")),
+    };
+    let mut offload = Offload::default();
+    for word in words {
+        let optimizer = Offload { optimizer: true, gradients: true, ..Offload::default() };
+        let Offload { optimizer, gradients, weights } = choose(
+            "shard.offload",
+            word.as_str().unwrap_or("?"),
+            &[
+                ("moments", optimizer),
+                ("master", optimizer),
+                ("gradients", Offload { gradients: true, ..Offload::default() }),
+                ("weights", Offload { weights: true, ..Offload::default() }),
+            ],
+        )?;
+        offload.optimizer |= optimizer;
+        offload.gradients |= gradients;
+        offload.weights |= weights;
+    }
+    Ok(offload)
 }
 
 fn unit_rule(raw: &raw::UnitRule) -> Result<UnitRule> {
