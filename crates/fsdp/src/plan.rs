@@ -117,6 +117,12 @@ impl Plan {
         self.schedule_for(Part::of(micro_batch, micro_batches))
     }
 
+    /// Whether a step may have so many micro-batches.
+    pub(crate) fn has_schedules_for(&self, micro_batches: usize) -> bool {
+        let planned = |part: Part| self.schedules.iter().any(|schedule| schedule.part == part);
+        micro_batches > 0 && (0..micro_batches).all(|index| planned(Part::of(index, micro_batches)))
+    }
+
     pub(crate) fn schedule_for(&self, part: Part) -> usize {
         self.schedules.iter().position(|schedule| schedule.part == part).expect("a schedule for every part")
     }

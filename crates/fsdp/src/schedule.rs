@@ -212,12 +212,32 @@ impl<'a> Builder<'a> {
                 if fetches && self.layout.units[unit].trainable && self.fetched.insert(unit) {
                     self.actions.push(Action::Fetch(unit));
                 }
-                if self.settings.gathers() && self.gathered.insert(unit) {
+                if self.settings.gathers() && !self.gathered.contains(&unit) {
+                    if !self.make_room(at, ahead) {
+                        return;
+                    }
+                    self.gathered.insert(unit);
                     let near = self.narrowed.remove(&unit);
                     self.actions.push(if near { Action::Widen(unit) } else { Action::Gather(unit) });
                 }
             }
         }
+    }
+
+    /// Room for one more unit at position `at`, which is wanted at `ahead`. Of those kept, the one needed last makes room;
+    /// where all are needed before that, there is none.
+    fn make_room(&mut self, at: usize, ahead: usize) -> bool {
+        let cap = self.settings.max_gathered.unwrap_or(usize::MAX);
+        while self.gathered.len() >= cap {
+            let needed = |unit: usize| (at..self.walk.len()).find(|&at| self.needs(at, at).contains(&unit));
+            let last = self.gathered.iter().map(|&unit| (needed(unit), unit)).max();
+            match last {
+                Some((Some(when), unit)) if when > ahead => self.let_go(unit, true),
+                // What a position needs it gets, whatever the cap.
+                _ => return ahead == at,
+            }
+        }
+        true
     }
 
     /// Lets go of what the next positions would not gather at once anyway: for good, or, where it will be needed
@@ -226,17 +246,23 @@ impl<'a> Builder<'a> {
         let soon = self.needs(at + 1, at + 1 + self.settings.prefetch);
         let later = self.needs(at + 1, self.walk.len());
         for unit in self.gathered.difference(&soon).copied().collect::<Vec<_>>() {
-            let action = match (later.contains(&unit), self.layout.units[unit].after_forward) {
-                (true, AfterForward::Keep) => continue,
-                (true, AfterForward::Group(_)) => Action::Narrow(unit),
-                _ => Action::Free(unit),
-            };
-            if let Action::Narrow(_) = action {
-                self.narrowed.insert(unit);
+            match (later.contains(&unit), self.layout.units[unit].after_forward) {
+                (true, AfterForward::Keep) => {}
+                (again, _) => self.let_go(unit, again),
             }
-            self.gathered.remove(&unit);
-            self.actions.push(action);
         }
+    }
+
+    /// Frees a gathered unit, or narrows it where it will be needed `again` and is to stay with neighbours.
+    fn let_go(&mut self, unit: usize, again: bool) {
+        self.gathered.remove(&unit);
+        self.actions.push(match self.layout.units[unit].after_forward {
+            AfterForward::Group(_) if again => {
+                self.narrowed.insert(unit);
+                Action::Narrow(unit)
+            }
+            _ => Action::Free(unit),
+        });
     }
 
     /// Reduces the units whose gradients are complete: no later backward adds to them.

@@ -139,6 +139,9 @@ pub struct Settings {
     pub wrap: Wrap,
     /// Units gathered ahead of the one computing.
     pub prefetch: usize,
+    /// At most so many units are whole at once, kept ones included (`limit_all_gathers`): fewer are gathered ahead, and
+    /// of those kept after their forward the ones needed last are freed. What one block needs is always gathered.
+    pub max_gathered: Option<usize>,
     pub after_forward: AfterForward,
     /// Exceptions to `after_forward`; of several that fit a unit, the last holds.
     pub units: Vec<UnitRule>,
@@ -169,6 +172,7 @@ impl Settings {
             replicate: 1,
             wrap: Wrap::Layer,
             prefetch: 1,
+            max_gathered: None,
             after_forward: AfterForward::Auto,
             units: vec![],
             offload: Offload::default(),
@@ -234,6 +238,7 @@ impl Settings {
             format!("shard.replicate = {}", self.replicate),
             format!("shard.wrap = {:?}", self.wrap),
             format!("shard.prefetch = {}", self.prefetch),
+            format!("shard.max_gathered = {:?}", self.max_gathered),
             format!("shard.after_forward = {:?}", self.after_forward),
             format!("shard.unit = {:?}", self.units),
             format!("shard.offload = {:?}", self.offload),

@@ -233,6 +233,35 @@ fn a_unit_goes_its_own_way_after_its_forward() {
 }
 
 #[test]
+fn a_cap_holds_whatever_is_kept_or_gathered_ahead() {
+    for tied in [false, true] {
+        let model = model(7, tied);
+        for strategy in [Strategy::Full, Strategy::Grad] {
+            for cap in 1..6 {
+                let base = settings(4, strategy, Wrap::Layer, 4);
+                let settings = Settings { max_gathered: Some(cap), ..base };
+                let layout = Layout::new(&model, &settings).unwrap();
+                for part in [Part::Only, Part::Middle, Part::Eval] {
+                    let schedule = Schedule::new(&layout, &settings, part);
+                    check(&layout, &settings, &schedule);
+                    let (mut whole, mut most) = (0, 0);
+                    for action in &schedule.actions {
+                        match action {
+                            Action::Gather(_) | Action::Widen(_) => whole += 1,
+                            Action::Free(_) | Action::Narrow(_) => whole -= 1,
+                            _ => {}
+                        }
+                        most = most.max(whole);
+                    }
+                    // The tied head needs two.
+                    assert_eq!(most, cap.max(if tied { 2 } else { 1 }), "{strategy:?}, {part:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn every_element_of_every_weight_is_owned_once() {
     for (ranks, tied) in [(1, false), (2, true), (3, false), (5, true), (64, false)] {
         let model = model(2, tied);

@@ -4,6 +4,7 @@ mod blame;
 mod eval;
 mod fill;
 mod gather;
+mod hand;
 mod offload;
 mod scalars;
 mod shards;
@@ -14,6 +15,7 @@ mod view;
 
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
+pub use hand::Whole;
 pub use scalars::{Report, Scaler};
 pub use state::{Saved, Slot, Stretch};
 

@@ -125,7 +125,7 @@ impl Fixed {
         }
     }
 
-    fn slot(&self, slot: Slot, unit: usize) -> Option<&Buffer> {
+    pub(super) fn slot(&self, slot: Slot, unit: usize) -> Option<&Buffer> {
         let shard = &self.shards[unit];
         let trained = shard.trained.as_ref();
         match slot {

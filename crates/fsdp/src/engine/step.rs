@@ -9,13 +9,15 @@ use std::cell::Cell;
 use tensor::{Arena, Context, Keep, Kind, Mode, Random, Tape, Tensor};
 
 impl Engine {
-    /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
+    /// Trains on one batch, given as its micro-batches: as many as were planned or, where three or more were, any number
+    /// from two on. With [`crate::Accumulate::Unsharded`] all but the last leave gradients unreduced
+    /// (`set_requires_gradient_sync(False)`). Issues everything and returns; the host waits only
     /// where [`Engine::report`] is called.
     pub fn step(&mut self, batches: &[HostBatch], hyper: &Hyper) -> Result<()> {
-        let expected = self.fixed.plan.settings.micro_batches;
-        let planned = self.fixed.plan.training_schedules();
-        if batches.len() != expected && batches.len() != planned {
-            let what = format!("{} micro-batches where the plan has {expected}", batches.len());
+        let plan = &self.fixed.plan;
+        if !plan.has_schedules_for(batches.len()) {
+            let planned = plan.settings.micro_batches;
+            let what = format!("{} micro-batches where the plan has {planned}", batches.len());
             return Err(Error::Settings(what));
         }
         let num_targets: usize = batches.iter().map(|batch| batch.num_targets).sum();
@@ -102,11 +104,21 @@ impl Fixed {
             return Err(Error::Batch { name: "*".into(), what });
         }
         for (field, bytes) in fields.iter().zip(&batch.fields) {
+            let to = self.batch.get(field.name)?.buffer();
+            if field.dtype.is_float() && bytes.len() == 4 * field.shape.numel() {
+                // Numbers in f32 become what the field is kept in (`cast_forward_inputs`).
+                let values = bytes
+                    .chunks_exact(4)
+                    .map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]]));
+                let values: Vec<f32> = values.collect();
+                super::write_rounded(&*self.device, &self.compute, &values, to)?;
+                continue;
+            }
             if bytes.len() != field.num_bytes() {
                 let what = format!("{} bytes where {} belong", bytes.len(), field.num_bytes());
                 return Err(Error::Batch { name: field.name.into(), what });
             }
-            self.device.write(&self.compute, bytes, self.batch.get(field.name)?.buffer())?;
+            self.device.write(&self.compute, bytes, to)?;
         }
         Ok(())
     }

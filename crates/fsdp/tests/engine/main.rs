@@ -2,6 +2,8 @@
 
 mod after_forward;
 mod blame;
+mod gpu;
+mod hand;
 mod harness;
 mod offload;
 mod scaler;

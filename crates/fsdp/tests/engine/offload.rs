@@ -1,7 +1,7 @@
 //! State in host memory: the same bits, less of the device's memory.
 
 use super::harness::*;
-use device::{Device, Profile};
+use device::Profile;
 use fsdp::{Accumulate, AfterForward, Keep, Offload, Plan, Settings, Strategy};
 
 const SOME: [Offload; 5] = [
