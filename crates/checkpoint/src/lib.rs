@@ -6,10 +6,12 @@
 //! - A checkpoint is such a folder with the optimizer's tensors beside the weights, a [`State`], and a [`Manifest`] of
 //!   sizes and checksums. [`Writer`] and [`Reader`] are for any number of ranks, [`Series`] for the checkpoints of
 //!   a run.
+//! - [`dcp`]: checkpoints of `torch.distributed.checkpoint`, both ways.
 //!
 //! Sizes and offsets are settled first, then anyone writes any range; anyone reads any range.
 #![forbid(unsafe_code)]
 
+pub mod dcp;
 mod dtype;
 mod error;
 pub mod folder;

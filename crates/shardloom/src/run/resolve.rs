@@ -35,6 +35,8 @@ pub enum GroupChoice {
     Shm,
     /// Processes on several machines, over sockets.
     Tcp,
+    /// Processes of an MPI, in builds with the feature `mpi`.
+    Mpi,
     Nccl,
 }
 
@@ -233,6 +235,7 @@ impl Run {
                     ("local", GroupChoice::Local),
                     ("shm", GroupChoice::Shm),
                     ("tcp", GroupChoice::Tcp),
+                    ("mpi", GroupChoice::Mpi),
                     ("nccl", GroupChoice::Nccl),
                 ],
             )?,
@@ -260,11 +263,13 @@ impl Run {
 
     /// Tokens the loss turns at once on such a device. Enough to keep it busy with one product of the head, few enough
     /// that logits stay small whatever the batch: 128 MiB of them on the CPU, whose products of few rows would
-    /// mostly move the weight about, and 2048 rows on a GPU.
+    /// mostly move the weight about, and on a GPU 2 GiB or 8192 rows, since each chunk reads and writes the whole
+    /// gradient of the head once more.
     pub fn loss_chunk(&self, profile: Profile) -> usize {
+        let token_bytes = self.config.vocab * self.precision.compute.bytes();
         match (self.loss_chunk, profile) {
-            (0, Profile::Cpu) => ((128 << 20) / (self.config.vocab * self.precision.compute.bytes())).max(32),
-            (0, Profile::Cuda { .. }) => 2048,
+            (0, Profile::Cpu) => ((128 << 20) / token_bytes).max(32),
+            (0, Profile::Cuda { .. }) => ((2 << 30) / token_bytes).clamp(1024, 8192),
             (chunk, _) => chunk,
         }
     }
