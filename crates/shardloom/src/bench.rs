@@ -1,5 +1,9 @@
 //! `bench`: how fast this machine trains, and beside which ceiling.
 
+mod checkpoint;
+
+pub use checkpoint::{CheckpointBench, checkpoint};
+
 use crate::ranks::{self, Launched, Seat};
 use crate::run::{DeviceChoice, Run};
 use crate::source::Seeded;
@@ -13,9 +17,10 @@ use std::time::Instant;
 use tensor::models::Config;
 
 /// Llama shapes by name: hidden, intermediate, layers, heads, key-value heads, vocabulary.
-const SIZES: [(&str, [usize; 6]); 5] = [
+const SIZES: [(&str, [usize; 6]); 6] = [
     ("tiny", [256, 688, 4, 8, 4, 4096]),
     ("60m", [512, 1376, 8, 8, 8, 32000]),
+    ("350m", [1024, 4096, 16, 16, 8, 32000]),
     ("1b", [2048, 8192, 16, 32, 8, 128_256]),
     ("3b", [3072, 8192, 28, 24, 8, 128_256]),
     ("8b", [4096, 14336, 32, 32, 8, 128_256]),

@@ -3,7 +3,7 @@
 
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
-use shardloom::bench::{self, StepBench};
+use shardloom::bench::{self, CheckpointBench, StepBench};
 use shardloom::checkpoints::{self, Export};
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
@@ -62,9 +62,22 @@ enum Bench {
         #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
         group: String,
     },
+    /// Saving and loading a checkpoint, beside a plain write and read of as many bytes
+    Checkpoint {
+        /// tiny, 60m, 350m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// A folder on the disk to be measured
+        #[arg(long, default_value = ".")]
+        dir: PathBuf,
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+    },
     /// Whole training steps of a Llama with random weights and tokens
     Step {
-        /// tiny, 60m, 1b, 3b or 8b
+        /// tiny, 60m, 350m, 1b, 3b or 8b
         #[arg(long, default_value = "60m")]
         size: String,
         #[arg(long, default_value_t = 256)]
@@ -263,6 +276,10 @@ fn run(cli: Cli) -> Result<()> {
         Command::Bench(Bench::Collectives { ranks, group }) => {
             reported(|| bench::collectives(ranks as usize, &group))
         }
+        Command::Bench(Bench::Checkpoint { size, ranks, dir, rounds }) => reported(|| {
+            let (ranks, rounds) = (ranks as usize, rounds as usize);
+            bench::checkpoint(&CheckpointBench { size, ranks, dir, rounds })
+        }),
         Command::Bench(Bench::Step {
             size,
             seq,

@@ -175,7 +175,8 @@ fn on_mpi(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()>) -> Result<
     }
     let groups = grid(run, rank, ranks, |name, members| Ok(mpi.join(name, members, run.timeout)?))?;
     let world = groups.world.clone();
-    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), run.timeout)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     world.barrier("the end")?;
     mpi.finish();
     Ok(())

@@ -140,6 +140,16 @@ impl Saver {
         saved.map(Some)
     }
 
+    /// Bytes of all ranks' tensors in a checkpoint.
+    pub fn total_bytes(&self) -> u64 {
+        self.place.checkpoint_plan.data_bytes()
+    }
+
+    /// Bytes of this rank's last snapshot, once its save has ended.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.spare.len()
+    }
+
     /// How long steps have waited for saves since this was last asked.
     pub fn take_waited(&mut self) -> Option<Duration> {
         self.waited.take()
