@@ -8,6 +8,7 @@
 //! - Buffers are checked for dtype and length before anything is issued.
 
 use crate::{Buffer, Dtype, Error, Result, Stream};
+use std::fmt;
 
 /// A matrix view: `rows × cols` with `stride` elements from one row to the next, read as its transpose when
 /// `transposed` (rows and cols are those *before* transposing).
@@ -77,6 +78,62 @@ impl Gemm<'_> {
             return Err(Error::WrongDtype { op: "gemm", expected, found });
         }
         Ok((m, n, k))
+    }
+}
+
+/// How one operand of a product lies in memory: what an algorithm depends on beside the dtypes. Rows and columns are
+/// those before transposing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OperandShape {
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+    pub transposed: bool,
+}
+
+impl OperandShape {
+    /// Elements from the first to the last one.
+    pub fn span(&self) -> usize {
+        if self.rows == 0 || self.cols == 0 { 0 } else { (self.rows - 1) * self.stride + self.cols }
+    }
+}
+
+/// A product without its operands: what a device may choose an algorithm by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProductShape {
+    pub a: OperandShape,
+    pub b: OperandShape,
+    pub c: OperandShape,
+    /// Of `a` and `b`.
+    pub input: Dtype,
+    pub output: Dtype,
+}
+
+impl ProductShape {
+    pub fn new(args: &Gemm<'_>) -> Self {
+        let operand = |matrix: &Matrix<'_>| {
+            let Matrix { rows, cols, stride, transposed, .. } = *matrix;
+            OperandShape { rows, cols, stride, transposed }
+        };
+        ProductShape {
+            a: operand(&args.a),
+            b: operand(&args.b),
+            c: operand(&args.c),
+            input: args.a.buffer.dtype(),
+            output: args.c.buffer.dtype(),
+        }
+    }
+}
+
+/// As in `bf16 8192x4096 * 6144x4096^t = f32 8192x6144`, with a stride after a slash where rows lie apart.
+impl fmt::Display for ProductShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let operand = |o: &OperandShape| {
+            let apart = if o.stride == o.cols { String::new() } else { format!("/{}", o.stride) };
+            format!("{}x{}{apart}{}", o.rows, o.cols, if o.transposed { "^t" } else { "" })
+        };
+        let (a, b, c) = (operand(&self.a), operand(&self.b), operand(&self.c));
+        write!(f, "{} {a} * {b} = {} {c}", self.input, self.output)
     }
 }
 
@@ -208,7 +265,8 @@ pub struct Attention<'a> {
     pub shape: AttentionShape,
     /// `[tokens, (heads + 2·kv_heads)·head_dim]`: all queries, then all keys, then all values of a token.
     pub qkv: &'a Buffer,
-    /// i32 per token: index within its row of the first token of its document. None: one document a row.
+    /// i32 per token: index within its row of the first token of its document, which never falls within a row,
+    /// since documents follow each other. None: one document a row.
     pub document_start: Option<&'a Buffer>,
     /// `[tokens, heads·head_dim]`
     pub out: &'a Buffer,

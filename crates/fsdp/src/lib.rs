@@ -17,7 +17,7 @@ mod wrap;
 
 pub use batch::{Field, HostBatch, Values};
 pub use decode::{DecodePlan, Decoder, Decoding};
-pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Source};
+pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Saved, Slot, Source, Stretch};
 pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};

@@ -3,12 +3,12 @@
 use crate::engine::Engine;
 use crate::{Action, HostBatch, Hyper, Layout, Part, Result, Schedule, Settings};
 use comm::{Group, Reduction};
-use device::{Buffer, Device, Dtype, Profile, Stream, null::Null};
+use device::{Buffer, Device, Dtype, ProductShape, Profile, Stream, null::Null};
 use std::fmt::Write;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
 use tensor::optim::{AdamW, Decay};
-use tensor::{Arena, Kind, Mode, Model};
+use tensor::{Arena, Keep, Kind, Mode, Model};
 
 /// One allocation on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +26,11 @@ pub struct Plan {
     pub schedules: Vec<Schedule>,
     /// Where each schedule's tensors lie in the step's region.
     pub placements: Vec<Arc<Placement>>,
+    /// Products of the schedules, each shape once, for devices that choose how to compute them.
+    pub products: Vec<ProductShape>,
+    /// Whether the unit before the turn keeps what its backward needs although the others run forward again: its
+    /// backward is next, and where that takes no more memory a forward is saved.
+    pub keeps_last: bool,
     /// A hash of all the above, equal on ranks that will work together.
     pub fingerprint: u64,
 }
@@ -45,15 +50,32 @@ impl Plan {
         }
         parts.push(Part::Eval);
         let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
-        let mut plan = Plan { settings, profile, layout, schedules, placements: vec![], fingerprint: 0 };
-        plan.placements = plan.trace(model)?;
+        let mut plan = Plan {
+            settings,
+            profile,
+            layout,
+            schedules,
+            placements: vec![],
+            products: vec![],
+            keeps_last: false,
+            fingerprint: 0,
+        };
+        (plan.placements, plan.products) = plan.trace(model)?;
+        if plan.settings.keep == Keep::Nothing {
+            let mut keeping = Plan { keeps_last: true, ..plan.clone() };
+            (keeping.placements, keeping.products) = keeping.trace(model)?;
+            if keeping.step_bytes() <= plan.step_bytes() {
+                plan = keeping;
+            }
+        }
         plan.fingerprint = plan.hash(model);
         Ok(plan)
     }
 
-    /// Runs all schedules on the null device and places what they ask for.
-    fn trace(&self, model: &Arc<Model>) -> Result<Vec<Arc<Placement>>> {
-        let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
+    /// Runs all schedules on the null device and places what they ask for; and the products they compute.
+    fn trace(&self, model: &Arc<Model>) -> Result<(Vec<Arc<Placement>>, Vec<ProductShape>)> {
+        let null = Arc::new(Null::new(self.profile));
+        let device: Arc<dyn Device> = null.clone();
         let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
         let mute: Arc<dyn Group> = Arc::new(Mute { size: self.settings.ranks });
         let groups = crate::Groups::all(mute);
@@ -65,7 +87,22 @@ impl Plan {
         engine.step(&batches, &Hyper { adamw, lr: 0.0, clip_norm: 0.0, step: 1 })?;
         engine.evaluate(&batches[..1])?;
         drop(engine);
-        Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
+        let placements = arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect();
+        Ok((placements, null.products()))
+    }
+
+    /// Bytes of the region that the schedules share.
+    fn step_bytes(&self) -> usize {
+        self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0)
+    }
+
+    /// What a unit keeps of its forward. What no backward will come to is not kept at all.
+    pub(crate) fn keep_of(&self, unit: usize) -> Keep {
+        match self.settings.keep {
+            _ if unit < self.layout.lowest_trained() => Keep::Nothing,
+            Keep::Nothing if self.keeps_last && unit + 2 == self.layout.num_walked => Keep::All,
+            keep => keep,
+        }
     }
 
     /// How many of the schedules are for training.
@@ -87,7 +124,6 @@ impl Plan {
         let precision = &self.settings.precision;
         let owned = self.layout.owned(true);
         let held = |dtype: Dtype| owned * dtype.bytes();
-        let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
         let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
         let gradients = match self.held() {
@@ -101,7 +137,7 @@ impl Plan {
             ("frozen weights", self.layout.owned(false) * precision.compute.bytes()),
             ("moments", 2 * held(precision.moments)),
             ("held gradients", gradients),
-            ("step", step),
+            ("step", self.step_bytes()),
             ("batch", batch + ALIGN_BYTES),
             ("workspace", self.profile.workspace_bytes()),
         ]
@@ -173,7 +209,8 @@ impl Plan {
     }
 
     fn hash(&self, model: &Model) -> u64 {
-        let mut text = format!("{:?} {:?} {:?}", self.settings, self.profile, self.layout);
+        let mut text =
+            format!("{:?} {:?} {:?} {}", self.settings, self.profile, self.layout, self.keeps_last);
         for schedule in &self.schedules {
             let _ = write!(text, "{schedule:?}");
         }

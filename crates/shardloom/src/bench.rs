@@ -4,7 +4,7 @@ use crate::ranks::{self, Launched, Seat};
 use crate::run::{DeviceChoice, Run};
 use crate::source::Seeded;
 use crate::{Error, Result, show};
-use device::timed::Timed;
+use device::timed::{KernelTime, Timed};
 use device::{Device, Dtype, Gemm, Matrix, Role};
 use fsdp::{Engine, Field, HostBatch, Hyper, Plan, Settings};
 use serde_json::json;
@@ -116,6 +116,7 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     let plan = Arc::new(bench.plan(run, model, device.profile())?);
     let world = groups.world.clone();
     let gemm_rate = bare_gemm(&*device, bench.dtype)?;
+    let copy_rate = if bench.kernels { bare_copy(&*device)? } else { 0.0 };
     let mut engine = Engine::new(used, plan, model.clone(), groups)?;
     engine.fill(&Seeded::new(0, model))?;
     let mut times = Vec::new();
@@ -147,7 +148,8 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     if let Some(timed) = &timed {
         // The last step's kernels; the ones before were taken as steps began.
         let last = timed.take()?;
-        print_kernels(if last.is_empty() { &kernels } else { &last }, seconds * 1e3);
+        let ceilings = Ceilings { flops: gemm_rate, bytes: copy_rate };
+        print_kernels(if last.is_empty() { &kernels } else { &last }, seconds * 1e3, &ceilings);
     }
     let report = json!({
         "device": device.name(), "size": bench.size, "params": model.num_params(), "ranks": ranks, "seq": bench.seq,
@@ -179,14 +181,55 @@ fn random_batch(bench: &StepBench, config: &Config, seed: u64) -> Result<HostBat
     Ok(HostBatch::tokens(&inputs, &labels, bench.seq, config.vocab)?)
 }
 
-fn print_kernels(kernels: &[device::timed::KernelTime], step_ms: f64) {
-    println!("{:<34} {:>6} {:>10} {:>7}", "kernel", "calls", "ms", "share");
-    for kernel in kernels {
-        let share = 100.0 * kernel.total_ms / step_ms;
-        println!("{:<34} {:>6} {:>10.3} {share:>6.1}%", kernel.name, kernel.calls, kernel.total_ms);
+/// What the machine can do at most: a bare product and a bare copy, in FLOP/s and bytes/s, read and written.
+struct Ceilings {
+    flops: f64,
+    bytes: f64,
+}
+
+/// One line a kernel: its time, its rate (of operations where it is a product or attention, else of bytes that must
+/// move), and that as a share of the ceiling.
+fn print_kernels(kernels: &[KernelTime], step_ms: f64, ceilings: &Ceilings) {
+    println!(
+        "{:<34} {:>6} {:>10} {:>7} {:>15} {:>11}",
+        "kernel", "calls", "ms", "share", "rate", "of ceiling"
+    );
+    for KernelTime { name, calls, total_ms, work } in kernels {
+        let (share, seconds) = (100.0 * total_ms / step_ms, total_ms / 1e3);
+        let (amount, unit, ceiling) = match work.flops {
+            0 => (work.bytes as f64, "TB/s", ceilings.bytes),
+            flops => (flops as f64, "TFLOP/s", ceilings.flops),
+        };
+        let (rate, of_ceiling) = (amount / seconds / 1e12, 100.0 * amount / seconds / ceiling);
+        println!(
+            "{name:<34} {calls:>6} {total_ms:>10.3} {share:>6.1}% {rate:>7.2} {unit:<7} {of_ceiling:>10.0}%"
+        );
     }
     let sum: f64 = kernels.iter().map(|kernel| kernel.total_ms).sum();
     println!("{:<34} {:>6} {sum:>10.3} {:>6.1}%", "all kernels", "", 100.0 * sum / step_ms);
+    let (flops, bytes) = (ceilings.flops / 1e12, ceilings.bytes / 1e12);
+    println!("ceilings: a bare product {flops:.0} TFLOP/s, a bare copy {bytes:.2} TB/s");
+}
+
+/// Bytes a second, read and written, of one large copy, the best of several.
+fn bare_copy(device: &dyn Device) -> Result<f64> {
+    let len = match device.profile() {
+        device::Profile::Cpu => 16 << 20,
+        device::Profile::Cuda { .. } => 256 << 20,
+    };
+    let stream = device.stream("bench", Role::Compute)?;
+    let (from, to) =
+        (device.alloc_buffer(Dtype::F32, len, "bench")?, device.alloc_buffer(Dtype::F32, len, "bench")?);
+    device.fill(&stream, &from, 1.0)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        stream.synchronize()?;
+        let start = Instant::now();
+        device.copy(&stream, &from, &to)?;
+        stream.synchronize()?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok((2 * from.num_bytes()) as f64 / best)
 }
 
 /// FLOP/s of one large product, the best of several.

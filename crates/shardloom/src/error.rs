@@ -19,6 +19,12 @@ pub enum Error {
     #[error("{}: the logits of token {position} are not numbers; the weights are broken", model.display())]
     NotNumbers { model: PathBuf, position: u64 },
 
+    #[error("the checkpoint of step {step} was not saved: {what}")]
+    Save { step: u64, what: String },
+
+    #[error("{} is damaged:{problems}", dir.display())]
+    Damaged { dir: PathBuf, problems: String },
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 

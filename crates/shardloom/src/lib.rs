@@ -4,20 +4,22 @@
 pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod bench;
+pub mod checkpoints;
 pub mod data;
 mod error;
+mod floats;
 pub mod generate;
 pub mod launch;
 pub mod metrics;
 mod ranks;
 pub mod run;
-mod save;
 pub mod show;
 pub mod source;
 mod train;
 
+pub use checkpoints::Resume;
 pub use error::{Error, Result};
 pub use generate::{Generate, generate};
 pub use run::Run;
 pub use show::plan;
-pub use train::{make_plan, train};
+pub use train::{make_plan, train, train_from};

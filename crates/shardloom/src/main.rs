@@ -4,11 +4,12 @@
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, StepBench};
+use shardloom::checkpoints::{self, Export};
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
 use shardloom::show::{self, Sheet};
-use shardloom::{Generate, Result, Run};
+use shardloom::{Generate, Result, Resume, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,11 +23,14 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Trains a model
-    Train(RunArgs),
+    Train(TrainArgs),
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(PlanArgs),
+    /// Looks into checkpoints, proves them, converts them
+    #[command(subcommand)]
+    Checkpoint(CheckpointCommand),
     /// Prepares training data, and shows it
     #[command(subcommand)]
     Data(DataCommand),
@@ -135,13 +139,50 @@ enum DataCommand {
     },
 }
 
+#[derive(Subcommand)]
+enum CheckpointCommand {
+    /// Shows what is inside: step, sizes, dtypes, who wrote it
+    Inspect {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+        /// Lists every tensor
+        #[arg(long)]
+        tensors: bool,
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Reads every byte and holds it against the checksums
+    Verify {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+    },
+    /// Writes the weights of a checkpoint as a Hugging Face folder
+    Export {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+        /// The folder to write
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Of the weights [default: as they are]
+        #[arg(long, value_parser = dtype)]
+        dtype: Option<Dtype>,
+        /// Files have at most this many bytes
+        #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = show::parse_bytes)]
+        shard_size: usize,
+    },
+}
+
 #[derive(Args)]
-struct RunArgs {
+struct TrainArgs {
     /// The run's configuration
     run: PathBuf,
     /// How many ranks to start on this machine
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     ranks: u32,
+    /// Goes on from the last checkpoint of the run, or from one that is named
+    #[arg(long, value_name = "latest|DIR", num_args = 0..=1, default_missing_value = "latest")]
+    resume: Option<String>,
     /// Overrides a key of the configuration, as in train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -207,13 +248,14 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
-        Command::Train(args) => reported(|| shardloom::train(&args.load()?, args.ranks as usize)),
+        Command::Train(args) => reported(|| args.train()),
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             let sheet = args.sheet()?;
             print!("{}", if args.json { sheet.json() } else { sheet.text() });
             Ok(())
         }
+        Command::Checkpoint(command) => checkpoint(command),
         Command::Generate(args) => generate(&args.resolve()),
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
@@ -304,8 +346,23 @@ impl PlanArgs {
     }
 }
 
-impl RunArgs {
-    fn load(&self) -> Result<Run> {
-        Run::load(&self.run, &self.set)
+impl TrainArgs {
+    fn train(&self) -> Result<()> {
+        let run = Run::load(&self.run, &self.set)?;
+        shardloom::train_from(&run, self.ranks as usize, &Resume::parse(self.resume.as_deref()))
     }
+}
+
+fn checkpoint(command: CheckpointCommand) -> Result<()> {
+    match command {
+        CheckpointCommand::Inspect { dir, tensors, json } => {
+            print!("{}", checkpoints::inspect(&dir, tensors, json)?);
+        }
+        CheckpointCommand::Verify { dir } => println!("{}", checkpoints::verify(&dir)?),
+        CheckpointCommand::Export { dir, out, dtype, shard_size } => {
+            let export = Export { dir, out, dtype, max_part_bytes: shard_size as u64 };
+            eprintln!("{}", checkpoints::export(&export)?);
+        }
+    }
+    Ok(())
 }

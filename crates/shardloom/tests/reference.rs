@@ -119,16 +119,8 @@ fn floats(bytes: Vec<u8>) -> Vec<f64> {
     bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
 }
 
-/// Which elements of a weight have a gradient that is more than rounding.
-///
-/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE
-/// turns slowly, a key bias's gradient is zero but for rounding, and Adam divides that rounding by its own
-/// size. Runs of ours on 1, 2 and 4 ranks end up to 2e-4 apart there, as far as they are from PyTorch's.
-fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
-    let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
-    let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));
-    let rounding = if name.ends_with("k_proj.bias") { 1e-4 } else { 0.0 };
-    gradient.iter().map(|g| g.abs() >= rounding * most).collect()
+fn doubles(bytes: Vec<u8>) -> Vec<f64> {
+    bytes.chunks_exact(8).map(|c| f64::from_le_bytes(c.try_into().unwrap())).collect()
 }
 
 #[test]
@@ -282,31 +274,38 @@ fn a_mesh_that_does_not_come_out_is_refused() {
     assert!(error.to_string().contains("4 ranks") && error.exit_status() == 2, "{error}");
 }
 
+/// PyTorch's weights after 12 steps: in f32, and computed in f64 where the case has some.
+///
+/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE turns
+/// slowly, the gradient of a key's bias is zero but for rounding, and Adam divides that rounding by its own size.
+/// PyTorch's f32 weights are up to 1.3e-4 from its f64 weights there, and its two attentions 1.7e-4 from each other:
+/// the f64 run is what both round.
+fn arrived_at(case: &str, name: &str) -> Vec<Vec<f64>> {
+    let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file));
+    let single = floats(open("after12.safetensors").unwrap().read(name).unwrap());
+    let double = open("after12-f64.safetensors").ok().and_then(|file| file.read(name).ok()).map(doubles);
+    [Some(single), double].into_iter().flatten().collect()
+}
+
 #[test]
 fn the_final_folder_holds_what_pytorch_arrived_at() {
     for case in CASES {
         let out = tempfile::tempdir().unwrap();
-        train(case, 2, &[], out.path());
-        let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file)).unwrap();
+        train(case, 1, &[], out.path());
         let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
-        let (theirs, io) = (open("after12.safetensors"), open("io.safetensors"));
+        let theirs =
+            checkpoint::safetensors::File::open(reference(case).join("after12.safetensors")).unwrap();
         assert_eq!(ours.tensors().len(), theirs.tensors().len());
         let mut worst = (0.0, String::new());
         for (name, _) in theirs.tensors() {
-            let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
-            let size = b.iter().map(|b| b * b).sum::<f64>().sqrt();
-            let distance = |counts: &dyn Fn(usize) -> bool| {
-                let squares = (0..a.len()).filter(|&i| counts(i)).map(|i| (a[i] - b[i]).powi(2));
-                squares.sum::<f64>().sqrt() / size
+            let ours = floats(ours.read(name).unwrap());
+            let far = |theirs: &Vec<f64>| {
+                let squares = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2));
+                (squares.sum::<f64>() / theirs.iter().map(|b| b * b).sum::<f64>()).sqrt()
             };
-            let has_gradient = has_gradient(&io, name);
-            let (sure, all) = (distance(&|i| has_gradient[i]), distance(&|_| true));
-            assert!(sure <= 1e-4, "{case}: {name}: {sure:e}");
-            assert!(all <= 1e-3, "{case}: {name}, rounding included: {all:e}");
-            if all > sure {
-                println!("{case}: {name}: {sure:.1e}, rounding included {all:.1e}");
-            }
-            worst = if sure > worst.0 { (sure, name.to_string()) } else { worst };
+            let near = arrived_at(case, name).iter().map(far).fold(f64::INFINITY, f64::min);
+            assert!(near <= 1e-4, "{case}: {name}: {near:e}");
+            worst = if near > worst.0 { (near, name.to_string()) } else { worst };
         }
         println!("{case}: weights after 12 steps within {:.1e} ({})", worst.0, worst.1);
     }

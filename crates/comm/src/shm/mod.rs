@@ -366,13 +366,7 @@ impl Shm {
     }
 
     fn compare_one(&self, job: &Job, peer: usize, bytes: &[u8; HEADER]) -> Result<Header> {
-        let header = Header::decode(bytes);
-        if let Some(header) = header.as_ref().filter(|header| header.call == job.call) {
-            return Ok(header.clone());
-        }
-        let theirs = header.map_or("something unknown".to_string(), |header| header.issued());
-        let (group, rank) = (self.name.clone(), self.rank);
-        Err(self.fail(Error::Mismatch { group, rank, mine: job.issued(), peer, theirs }))
+        job.compare(bytes, &self.name, self.rank, peer).map_err(|error| self.fail(error))
     }
 
     /// Writes into the ring to `to`, waiting for room.

@@ -181,7 +181,8 @@ impl Tcp {
                     Err(why) => return Err(self.lost(job, peer, why, started)),
                 }
                 if with_header && !progress.compared && progress.into_at.0 > 0 {
-                    headers[peer] = self.compare(job, peer, &progress.header)?;
+                    let compared = job.compare(&progress.header[..], &self.name, self.rank, peer);
+                    headers[peer] = compared.map_err(|error| self.fail(error))?;
                     progress.compared = true;
                 }
             }
@@ -265,16 +266,6 @@ impl Tcp {
         let closed = link::poll(&ends, Duration::ZERO).contains(&true);
         // One that only left said nothing.
         if closed { self.told(Duration::ZERO) } else { None }
-    }
-
-    fn compare(&self, job: &Job, peer: usize, bytes: &[u8; HEADER]) -> Result<Header> {
-        let header = Header::decode(bytes);
-        if let Some(header) = header.as_ref().filter(|header| header.call == job.call) {
-            return Ok(header.clone());
-        }
-        let theirs = header.map_or("something unknown".to_string(), |header| header.issued());
-        let (group, rank) = (self.name.clone(), self.rank);
-        Err(self.fail(Error::Mismatch { group, rank, mine: job.issued(), peer, theirs }))
     }
 
     fn carry_out(&self, links: &mut [Option<Link>], job: &Job) -> Result<Vec<Vec<u8>>> {

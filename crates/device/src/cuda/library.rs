@@ -64,7 +64,9 @@ const NVRTC: &[&str] = &[
 const CUBLASLT: &[&str] = &[
     "cublasLtCreate",
     "cublasLtDestroy",
+    "cublasLtGetVersion",
     "cublasLtMatmul",
+    "cublasLtMatmulAlgoCheck",
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmulDescCreate",
     "cublasLtMatmulDescDestroy",

@@ -8,9 +8,11 @@
 //! [`stream`], [`nvrtc`] and [`module`], and the safe kernels above them.
 
 mod attention;
+mod choice;
 pub mod cudnn;
 mod device;
 mod driver;
+mod flash;
 mod flat;
 mod gemm;
 mod library;
@@ -23,6 +25,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
 pub use library::{device_count, present};
 pub use stream::{Event, Stream, TimedEvent};

@@ -2,16 +2,18 @@
 
 mod eval;
 mod fill;
+mod state;
 mod step;
 mod view;
 
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
+pub use state::{Saved, Slot, Stretch};
 
 use crate::plan::{Held, align};
 use crate::{Error, Plan, Result};
 use comm::Group;
-use device::{Buffer, Device, Dtype, Event, Role, Stream};
+use device::{Buffer, Device, Dtype, Event, Memory, Profile, Role, Stream};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Arena};
@@ -188,6 +190,7 @@ impl Engine {
         agree(&plan, &groups)?;
         let bytes = plan.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let region = device.alloc(bytes, "step")?;
+        agree_on_products(&*device, &plan, &groups, &region)?;
         let arenas =
             plan.placements.iter().map(|placed| Arena::replay(region.clone(), placed.clone())).collect();
         Self::with_arenas(device, plan, model, groups, arenas)
@@ -304,6 +307,27 @@ fn agree(plan: &Plan, groups: &Groups) -> Result<()> {
         if theirs != mine {
             return Err(Error::PlansDiffer { rank, peer, mine, theirs });
         }
+    }
+    Ok(())
+}
+
+/// Rank 0 chooses how products are computed, by timing them in the step's region, and all ranks compute alike.
+fn agree_on_products(
+    device: &dyn Device,
+    plan: &Plan,
+    groups: &Groups,
+    room: &Arc<dyn Memory>,
+) -> Result<()> {
+    if !matches!(plan.profile, Profile::Cuda { deterministic: false }) {
+        return Ok(());
+    }
+    let choices = match groups.world.rank() {
+        0 => device.choose(&device.stream("choose", Role::Compute)?, &plan.products, room)?,
+        _ => String::new(),
+    };
+    let chosen = groups.world.exchange(choices.as_bytes(), "algorithms of matrix products")?;
+    if let Some(Ok(choices)) = chosen.first().map(|bytes| std::str::from_utf8(bytes)) {
+        device.adopt(choices);
     }
     Ok(())
 }

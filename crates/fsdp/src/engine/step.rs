@@ -184,13 +184,12 @@ impl Walk {
     pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
-        // What no backward will come to is not kept at all.
+        let keep = fixed.plan.keep_of(unit);
         let comes_back = unit >= fixed.plan.layout.lowest_trained();
-        let keep = if comes_back { fixed.plan.settings.keep } else { Keep::Nothing };
         if mode == Mode::Train && keep == Keep::Nothing && comes_back {
             self.kept[unit] = Some(carry.clone());
         }
-        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, keep), carry)?;
+        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, Tape::new(keep)), carry)?;
         Ok(())
     }
 
@@ -199,10 +198,9 @@ impl Walk {
         fixed: &Fixed,
         arena: &Arena,
         unit: usize,
-        (mode, keep): (Mode, Keep),
+        (mode, mut tape): (Mode, Tape),
         carry: Vec<Tensor>,
     ) -> Result<(Option<Tape>, Vec<Tensor>)> {
-        let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
         let context = fixed.context(arena, &view, mode, self.random);
@@ -216,7 +214,8 @@ impl Walk {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
         let losses;
-        (self.tapes[unit], losses) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+        (self.tapes[unit], losses) =
+            self.run(fixed, arena, unit, (Mode::Train, Tape::new(Keep::All)), carry)?;
         add_up(fixed, arena, &losses, &fixed.scalars.loss_sum)?;
         self.carry_grads = losses.iter().map(|_| None).collect();
         drop(losses);
@@ -227,7 +226,8 @@ impl Walk {
         self.take_slots(fixed, arena, unit)?;
         self.arrive(fixed, unit)?;
         if let Some(carry) = self.kept[unit].take() {
-            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+            let first = self.tapes[unit].take().unwrap_or_default();
+            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Tape::second(first)), carry)?;
             self.tapes[unit] = tape;
         }
         self.walk_back(fixed, arena, unit)

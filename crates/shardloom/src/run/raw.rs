@@ -1,8 +1,8 @@
 //! RUN.toml, word for word.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Raw {
     pub model: Model,
@@ -27,7 +27,7 @@ pub struct Raw {
     pub log: Log,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
     pub path: Option<String>,
@@ -37,7 +37,7 @@ pub struct Model {
     pub freeze: Vec<String>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Data {
     pub kind: String,
@@ -52,7 +52,7 @@ pub struct Data {
     pub tokenizer: Option<String>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Train {
     pub steps: Option<u64>,
@@ -77,7 +77,7 @@ fn sharded() -> String {
     "sharded".into()
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Optimizer {
     pub kind: String,
@@ -103,7 +103,7 @@ impl Default for Optimizer {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Schedule {
     pub kind: String,
@@ -117,7 +117,7 @@ impl Default for Schedule {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
     pub compute: String,
@@ -134,7 +134,7 @@ impl Default for Precision {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shard {
     pub strategy: String,
@@ -162,7 +162,7 @@ impl Default for Shard {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(untagged)]
 pub enum Wrap {
     Name(String),
@@ -170,7 +170,7 @@ pub enum Wrap {
     Kinds { kinds: Vec<String> },
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Recompute {
     pub mode: String,
@@ -182,7 +182,7 @@ impl Default for Recompute {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Device {
     pub kind: String,
@@ -197,10 +197,12 @@ impl Default for Device {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Checkpoint {
     pub every: u64,
+    /// Whether the last step is saved, whatever `every` is.
+    pub at_end: bool,
     pub keep: usize,
     pub background: bool,
     pub dtype: String,
@@ -208,11 +210,11 @@ pub struct Checkpoint {
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Checkpoint { every: 0, keep: 2, background: true, dtype: "master".into() }
+        Checkpoint { every: 0, at_end: true, keep: 2, background: true, dtype: "master".into() }
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Output {
     pub dir: String,
@@ -225,7 +227,7 @@ fn yes() -> bool {
     true
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
     pub every: u64,

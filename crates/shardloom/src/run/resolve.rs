@@ -35,6 +35,8 @@ pub enum GroupChoice {
     Shm,
     /// Processes on several machines, over sockets.
     Tcp,
+    /// Processes of an MPI, in builds with the feature `mpi`.
+    Mpi,
     Nccl,
 }
 
@@ -68,6 +70,33 @@ impl LrSchedule {
             Shape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
         };
         self.min + (self.peak - self.min) * share
+    }
+}
+
+/// In which dtype a checkpoint has the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SavedAs {
+    Master,
+    /// A run that goes on from there starts from rounded weights.
+    Compute,
+}
+
+/// When checkpoints are saved, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Checkpoints {
+    /// Steps between them; 0: only at the end.
+    pub every: u64,
+    pub at_end: bool,
+    /// How many stay; 0: all.
+    pub keep: usize,
+    pub background: bool,
+    pub dtype: SavedAs,
+}
+
+impl Checkpoints {
+    /// Whether a step, of `steps`, is saved.
+    pub fn is_due(&self, step: u64, steps: u64) -> bool {
+        (self.every > 0 && step.is_multiple_of(self.every)) || (self.at_end && step == steps)
     }
 }
 
@@ -110,12 +139,15 @@ pub struct Run {
     /// Whether every sum runs in a fixed order on GPUs too.
     pub deterministic: bool,
     pub timeout: Duration,
+    pub checkpoint: Checkpoints,
     pub output: PathBuf,
     /// Whether the final model is written there.
     pub write_model: bool,
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
+    /// The configuration itself, defaults filled in: checkpoints take it along.
+    pub given: serde_json::Value,
 }
 
 pub(super) fn wrong<T>(what: impl Into<String>) -> Result<T> {
@@ -142,6 +174,7 @@ fn choose<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
 impl Run {
     pub(super) fn resolve(raw: Raw) -> Result<Run> {
         check_unsupported(&raw)?;
+        let given = serde_json::to_value(&raw).map_err(|e| Error::Config(e.to_string()))?;
         let (source, config_text) = model(&raw.model)?;
         let config = Config::parse(&config_text)?;
         let length = match (raw.train.steps, raw.train.epochs) {
@@ -202,26 +235,41 @@ impl Run {
                     ("local", GroupChoice::Local),
                     ("shm", GroupChoice::Shm),
                     ("tcp", GroupChoice::Tcp),
+                    ("mpi", GroupChoice::Mpi),
                     ("nccl", GroupChoice::Nccl),
                 ],
             )?,
             deterministic: raw.device.deterministic,
             timeout: Duration::from_secs_f64(raw.device.timeout_s),
+            checkpoint: Checkpoints {
+                every: raw.checkpoint.every,
+                at_end: raw.checkpoint.at_end,
+                keep: raw.checkpoint.keep,
+                background: raw.checkpoint.background,
+                dtype: choose(
+                    "checkpoint.dtype",
+                    &raw.checkpoint.dtype,
+                    &[("master", SavedAs::Master), ("compute", SavedAs::Compute)],
+                )?,
+            },
             output: raw.output.dir.into(),
             write_model: raw.output.model,
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+            given,
         })
     }
 
     /// Tokens the loss turns at once on such a device. Enough to keep it busy with one product of the head, few enough
     /// that logits stay small whatever the batch: 128 MiB of them on the CPU, whose products of few rows would
-    /// mostly move the weight about, and 2048 rows on a GPU.
+    /// mostly move the weight about, and on a GPU 2 GiB or 8192 rows, since each chunk reads and writes the whole
+    /// gradient of the head once more.
     pub fn loss_chunk(&self, profile: Profile) -> usize {
+        let token_bytes = self.config.vocab * self.precision.compute.bytes();
         match (self.loss_chunk, profile) {
-            (0, Profile::Cpu) => ((128 << 20) / (self.config.vocab * self.precision.compute.bytes())).max(32),
-            (0, Profile::Cuda { .. }) => 2048,
+            (0, Profile::Cpu) => ((128 << 20) / token_bytes).max(32),
+            (0, Profile::Cuda { .. }) => ((2 << 30) / token_bytes).clamp(1024, 8192),
             (chunk, _) => chunk,
         }
     }
@@ -274,8 +322,6 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
     only("shard.unit", raw.shard.unit.len(), 0)?;
-    only("checkpoint.every", raw.checkpoint.every, 0)?;
-    only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }

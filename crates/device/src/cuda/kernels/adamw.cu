@@ -77,8 +77,28 @@ __device__ __forceinline__ void eight(const Scalars& s, const Buffers& b, i64 i)
     }
 }
 
+// Four elements from i on, of f32 master weights: 16 bytes of each buffer that is f32.
+template <typename M, typename G, typename C>
+__device__ __forceinline__ void four(const Scalars& s, const Buffers& b, i64 i) {
+    float g[4], p[4], m[4], v[4];
+    load4((const G*)b.grad + i, g);
+    load4((const float*)b.master + i, p);
+    load4((const M*)b.moment1 + i, m);
+    load4((const M*)b.moment2 + i, v);
+#pragma unroll
+    for (int j = 0; j < 4; j++) step(s, g[j], p[j], m[j], v[j]);
+    store4((float*)b.master + i, p);
+    store4((M*)b.moment1 + i, m);
+    store4((M*)b.moment2 + i, v);
+    if (b.compute) store4((C*)b.compute + i, p);
+}
+
 template <typename P, typename M, typename G, typename C>
 __device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers& b, i64 groups) {
+    if (sizeof(P) == 4) {
+        for (i64 i = global_thread(); i < 2 * groups; i += global_threads()) four<M, G, C>(s, b, i * 4);
+        return;
+    }
     for (i64 group = global_thread(); group < groups; group += global_threads()) eight<P, M, G, C>(s, b, group * 8);
 }
 
