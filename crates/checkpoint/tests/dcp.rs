@@ -2,6 +2,7 @@
 
 use checkpoint::dcp::{self, Checkpoint, Item, Naming, Object, Part, State, Step, TensorSpec};
 use checkpoint::safetensors::File;
+use checkpoint::storage::Disk;
 use checkpoint::{Dtype, Error};
 use std::path::{Path, PathBuf};
 
@@ -273,7 +274,9 @@ fn what_is_written_is_read_back_from_any_number_of_files() {
             out.copy_from_slice(&bytes[number][start as usize..][..out.len()]);
             Ok(())
         };
-        dcp::write(dir.path(), files, &specs, &objects, read).unwrap();
+        let written = dcp::write(&Disk, dir.path(), files, &specs, &objects, read).unwrap();
+        assert!(Checkpoint::open(dir.path()).is_err(), "it is not one before it is committed");
+        written.commit().unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         for (key, bytes) in ["model.a.b", "model.c", "optimizer.state.a.b.step"].iter().zip(&bytes) {
             checkpoint.verify(key).unwrap();
@@ -281,7 +284,7 @@ fn what_is_written_is_read_back_from_any_number_of_files() {
         }
         assert_eq!(checkpoint.number("optimizer.param_groups.0.lr").unwrap(), 1e-3);
         assert_eq!(checkpoint.metadata().items.len(), 6);
-        let again = dcp::write(dir.path(), files, &specs, &objects, read).unwrap_err();
+        let again = dcp::write(&Disk, dir.path(), files, &specs, &objects, read).unwrap_err();
         assert!(again.to_string().contains("already"), "{again}");
     }
 }

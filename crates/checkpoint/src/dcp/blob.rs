@@ -2,7 +2,7 @@
 
 use super::pickle::{self, Class, Pickle, Value};
 use super::region::Region;
-use super::zip::{self, Draft, Entry};
+use super::zip::{self, Archive, Entry};
 use crate::safetensors::bytes_of;
 use crate::{Dtype, Error, Result};
 use std::path::Path;
@@ -34,7 +34,7 @@ pub(crate) struct Checksum {
 }
 
 /// The directory and the pickle of a blob.
-struct Archive {
+struct Opened {
     entries: Vec<Entry>,
     /// The folder all entries lie in, with its slash.
     root: String,
@@ -42,7 +42,7 @@ struct Archive {
     has_checksums: bool,
 }
 
-impl Archive {
+impl Opened {
     fn open(region: &Region<'_>) -> Read<Self> {
         let entries = zip::directory(region)?;
         let entry = entries.iter().find(|entry| entry.name.ends_with("/data.pkl"));
@@ -57,7 +57,7 @@ impl Archive {
         if has_checksums && crc32fast::hash(&pickle) != entry.crc32 {
             return Err("damaged: its pickle does not have the checksum it claims".into());
         }
-        let archive = Archive { pickle, root, has_checksums, entries };
+        let archive = Opened { pickle, root, has_checksums, entries };
         if let Some(order) = archive.entry("byteorder").filter(|entry| entry.bytes <= 16) {
             let order = read_entry(region, order)?;
             if order != b"little" {
@@ -89,7 +89,7 @@ impl Tensor {
 
     /// Finds out what the blob at `region` holds, without reading its numbers.
     pub(crate) fn open(region: &Region<'_>) -> Read<Self> {
-        let archive = Archive::open(region)?;
+        let archive = Opened::open(region)?;
         let pickle = pickle::read(&archive.pickle)?;
         let Stored { dtype, storage, offset, shape, stride } =
             stored(&pickle).ok_or("its pickle is not that of a plain tensor")?;
@@ -113,7 +113,7 @@ impl Tensor {
 
 /// A number that was saved by itself.
 pub(crate) fn open_number(region: &Region<'_>) -> Read<f64> {
-    let archive = Archive::open(region)?;
+    let archive = Opened::open(region)?;
     match pickle::read(&archive.pickle)?.root {
         Value::Int(value) => Ok(value as f64),
         Value::Float(value) => Ok(value),
@@ -193,7 +193,7 @@ fn is_row_major(shape: &[usize], stride: &[usize]) -> bool {
 }
 
 /// The archive of a tensor to be written.
-pub(crate) fn draft_tensor(dtype: Dtype, shape: &[usize]) -> Read<Draft> {
+pub(crate) fn tensor_archive(dtype: Dtype, shape: &[usize]) -> Read<Archive> {
     let bytes = bytes_of(dtype, shape).filter(|bytes| *bytes < 1 << 32).ok_or("too large for one piece")?;
     let mut pickler = pickle::Pickler::new();
     let storage = Class::Storage(dtype);
@@ -214,12 +214,12 @@ pub(crate) fn draft_tensor(dtype: Dtype, shape: &[usize]) -> Read<Draft> {
         p.bool(false);
         p.call(Class::OrderedDict, |_| {});
     });
-    Ok(draft(pickler.finish(), Some(("archive/data/0".into(), bytes))))
+    Ok(archive(pickler.finish(), Some(("archive/data/0".into(), bytes))))
 }
 
 /// The archive of a pickle alone.
-pub(crate) fn draft(pickle: Vec<u8>, large: Option<(String, u64)>) -> Draft {
+pub(crate) fn archive(pickle: Vec<u8>, large: Option<(String, u64)>) -> Archive {
     let small = [("data.pkl", pickle), ("byteorder", b"little".to_vec()), ("version", b"3\n".to_vec())];
     let small = small.map(|(name, bytes)| (format!("archive/{name}"), bytes));
-    Draft::new(small.into(), large)
+    Archive::new(small.into(), large)
 }
