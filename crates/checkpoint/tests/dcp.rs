@@ -114,6 +114,12 @@ impl Expected {
     /// Compares every part of every weight; `turn` brings what was read into our order.
     fn compare(&self, state: &State, turn: impl Fn(&str, Vec<f32>) -> Vec<f32>) {
         assert_eq!(state.step(), Some(2));
+        let betas = Object::Tuple(vec![Object::Float(0.9), Object::Float(0.95)]);
+        for (setting, value) in
+            [("lr", Object::Float(1e-2)), ("betas", betas), ("weight_decay", Object::Float(0.1))]
+        {
+            assert_eq!(state.setting("model.norm.weight", setting).unwrap(), Some(value), "{setting}");
+        }
         let parts = [(Part::Weight, ""), (Part::ExpAvg, ".exp_avg"), (Part::ExpAvgSq, ".exp_avg_sq")];
         for (name, _) in &self.weights {
             assert!(state.is_trained(name));

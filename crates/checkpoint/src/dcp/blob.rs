@@ -2,6 +2,7 @@
 
 use super::pickle::{self, Class, Pickle, Value};
 use super::region::Region;
+use super::write::Object;
 use super::zip::{self, Archive, Entry};
 use crate::safetensors::bytes_of;
 use crate::{Dtype, Error, Result};
@@ -11,6 +12,9 @@ type Read<T> = std::result::Result<T, String>;
 
 /// The pickle of a tensor has about 150 bytes, and that of a list of weights' names a few hundred kilobytes.
 const MAX_PICKLE_BYTES: u64 = 16 << 20;
+
+/// Objects read here are flat, or lists of flat ones.
+const MAX_DEPTH: usize = 8;
 
 /// More dimensions than torch has.
 const MAX_DIMS: usize = 64;
@@ -111,14 +115,36 @@ impl Tensor {
     }
 }
 
-/// A number that was saved by itself.
-pub(crate) fn open_number(region: &Region<'_>) -> Read<f64> {
+/// An object that was saved by itself.
+pub(crate) fn open_object(region: &Region<'_>) -> Read<Object> {
     let archive = Opened::open(region)?;
-    match pickle::read(&archive.pickle)?.root {
-        Value::Int(value) => Ok(value as f64),
-        Value::Float(value) => Ok(value),
-        other => Err(format!("it is {other:?}, not a number")),
-    }
+    let pickle = pickle::read(&archive.pickle)?;
+    // What is shared in a pickle is not in what is made of it: neither depth nor number may run away.
+    let mut left = archive.pickle.len();
+    object(&pickle, pickle.root, MAX_DEPTH, &mut left)
+}
+
+fn object<'a>(pickle: &Pickle<'a>, value: Value<'a>, depth: usize, left: &mut usize) -> Read<Object> {
+    let text_bytes = if let Value::Str(text) = value { text.len() } else { 0 };
+    *left = left.checked_sub(1 + text_bytes).ok_or("it describes more than it holds")?;
+    Ok(match value {
+        Value::None => Object::None,
+        Value::Bool(value) => Object::Bool(value),
+        Value::Int(value) => Object::Int(value),
+        Value::Float(value) => Object::Float(value),
+        Value::Str(value) => Object::Text(value.to_string()),
+        _ => {
+            let depth = depth.checked_sub(1).ok_or("it is nested too deeply")?;
+            let mut all = |values: &[Value<'a>]| -> Read<Vec<Object>> {
+                values.iter().map(|value| object(pickle, *value, depth, left)).collect()
+            };
+            match (pickle.tuple(value), pickle.list(value)) {
+                (Some(values), _) => Object::Tuple(all(values)?),
+                (_, Some(values)) => Object::List(all(values)?),
+                _ => return Err("it is no plain number, text, tuple or list".into()),
+            }
+        }
+    })
 }
 
 struct Stored<'a> {
