@@ -122,8 +122,17 @@ impl Layout {
 
     /// The stretches of `shard`'s part of a unit that hold weights.
     pub fn spans(&self, unit: usize, shard: usize) -> Vec<Span> {
+        let len = self.units[unit].shard_len;
+        self.spans_in(unit, len * shard..len * (shard + 1))
+    }
+
+    /// The stretches of a whole unit that hold weights.
+    pub fn whole_spans(&self, unit: usize) -> Vec<Span> {
+        self.spans_in(unit, 0..self.unit_len(unit))
+    }
+
+    fn spans_in(&self, unit: usize, mine: Range<usize>) -> Vec<Span> {
         let unit = &self.units[unit];
-        let mine = unit.shard_len * shard..unit.shard_len * (shard + 1);
         let mut spans: Vec<Span> = Vec::new();
         for place in &unit.places {
             let start = place.offset.max(mine.start);

@@ -214,7 +214,8 @@ impl<'a> Builder<'a> {
         }
         let later = self.needs(at + 1, self.walk.len());
         let complete = self.needs(at, at).difference(&later).copied().collect::<Vec<_>>();
-        for unit in complete.iter().filter(|unit| self.layout.units[**unit].trainable) {
+        // As the backward comes to them: the last first.
+        for unit in complete.iter().rev().filter(|unit| self.layout.units[**unit].trainable) {
             self.actions.push(Action::Reduce(*unit));
             self.reducing.push_back(*unit);
         }

@@ -1,5 +1,5 @@
 use crate::{Error, Field, Result, Wrap};
-use device::Dtype;
+use device::{Dtype, Scaling};
 use tensor::Keep;
 
 /// What is sharded, and for how long weights stay whole.
@@ -60,6 +60,10 @@ impl Precision {
             let what = "compute = f32 with a coarser reduce or master loses what was computed";
             return Err(Error::Settings(what.into()));
         }
+        if self.compute == Dtype::F16 && self.master != Dtype::F32 {
+            let what = format!("compute = f16 needs master = f32: updates vanish in {}", self.master);
+            return Err(Error::Settings(what));
+        }
         for (name, dtype) in [("reduce", self.reduce), ("grad", self.grad)] {
             if dtype != Dtype::F32 && dtype != self.compute {
                 let what = format!("{name} = {dtype} is neither f32 nor compute = {}", self.compute);
@@ -67,6 +71,20 @@ impl Precision {
             }
         }
         Ok(())
+    }
+}
+
+/// The dynamic loss scale of f16 (`ShardedGradScaler`): gradients that would vanish in f16 are made larger, and a step
+/// in which one overflows is skipped by all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    pub init: f32,
+    pub scaling: Scaling,
+}
+
+impl Default for LossScale {
+    fn default() -> Self {
+        LossScale { init: 65536.0, scaling: Scaling { growth: 2.0, backoff: 0.5, interval: 2000 } }
     }
 }
 
@@ -91,6 +109,11 @@ pub struct Settings {
     pub accumulate: Accumulate,
     /// Tokens whose logits exist at once.
     pub loss_chunk: usize,
+    /// How the loss is scaled where `precision.compute` is f16.
+    pub loss_scale: LossScale,
+    /// Whether each rank's gradients are looked at before they are summed over ranks, so that a NaN can be traced to
+    /// its rank: one more read of each gradient, where there are several ranks.
+    pub check_gradients: bool,
 }
 
 impl Settings {
@@ -108,6 +131,8 @@ impl Settings {
             keep: Keep::All,
             accumulate: Accumulate::Sharded,
             loss_chunk: 1024,
+            loss_scale: LossScale::default(),
+            check_gradients: true,
         }
     }
 
@@ -124,7 +149,44 @@ impl Settings {
                 "strategy none holds everything on every rank already; replicate goes with full or grad";
             return Err(Error::Settings(what.into()));
         }
+        let LossScale { init, scaling } = self.loss_scale;
+        let factors = scaling.growth >= 1.0 && (0.0..1.0).contains(&scaling.backoff);
+        if !(init > 0.0 && init.is_finite() && factors && scaling.interval > 0) {
+            return Err(Error::Settings(format!("a loss scale cannot follow {:?}", self.loss_scale)));
+        }
         self.precision.check()
+    }
+
+    /// How the loss is scaled, if it is.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        (self.precision.compute == Dtype::F16).then_some(self.loss_scale)
+    }
+
+    pub(crate) fn checks_gradients(&self) -> bool {
+        self.check_gradients && self.ranks > 1
+    }
+
+    /// A line "key = value" for each of them but the precisions.
+    pub(crate) fn description(&self) -> Vec<String> {
+        let fields: Vec<String> = self
+            .fields
+            .iter()
+            .map(|field| format!("{} {} {}", field.name, field.dtype, field.shape))
+            .collect();
+        vec![
+            format!("ranks = {}", self.ranks),
+            format!("shard.strategy = {:?}", self.strategy),
+            format!("shard.replicate = {}", self.replicate),
+            format!("shard.wrap = {:?}", self.wrap),
+            format!("shard.prefetch = {}", self.prefetch),
+            format!("batch fields = {}", fields.join(", ")),
+            format!("micro-batches = {}", self.micro_batches),
+            format!("recompute.mode = {:?}", self.keep),
+            format!("train.accumulate = {:?}", self.accumulate),
+            format!("train.loss_chunk = {}", self.loss_chunk),
+            format!("loss scale = {:?}", self.loss_scale()),
+            format!("train.check_gradients = {}", self.check_gradients),
+        ]
     }
 
     /// Whether a unit's bytes are divided among ranks at all.

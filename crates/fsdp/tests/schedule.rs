@@ -1,6 +1,6 @@
 //! Schedules alone, with no device: the rules a step's order must keep, for many shapes.
 
-use fsdp::{Accumulate, Action, Field, Keep, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
+use fsdp::{Accumulate, Action, Field, Layout, Part, Schedule, Settings, Strategy, Wrap};
 use std::collections::BTreeSet;
 use tensor::models::{Config, build};
 use tensor::{Mode, Model};
@@ -14,19 +14,8 @@ fn model(layers: usize, tied: bool) -> Model {
 }
 
 fn settings(ranks: usize, strategy: Strategy, wrap: Wrap, prefetch: usize) -> Settings {
-    Settings {
-        ranks,
-        strategy,
-        replicate: 1,
-        wrap,
-        prefetch,
-        precision: Precision::F32,
-        fields: Field::tokens(2, 16),
-        micro_batches: 3,
-        keep: Keep::All,
-        accumulate: Accumulate::Sharded,
-        loss_chunk: 8,
-    }
+    let fields = Field::tokens(2, 16);
+    Settings { strategy, wrap, prefetch, micro_batches: 3, loss_chunk: 8, ..Settings::new(ranks, fields) }
 }
 
 /// What a walk through a schedule may never do, and what it must have done at its end.

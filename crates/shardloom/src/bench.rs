@@ -6,7 +6,7 @@ use crate::source::Seeded;
 use crate::{Error, Result, show};
 use device::timed::{KernelTime, Timed};
 use device::{Device, Dtype, Gemm, Matrix, Role};
-use fsdp::{Engine, Field, HostBatch, Hyper, Plan, Settings};
+use fsdp::{Engine, Field, HostBatch, Hyper, Plan};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
@@ -82,19 +82,8 @@ impl StepBench {
     }
 
     fn plan(&self, run: &Run, model: &Arc<tensor::Model>, profile: device::Profile) -> Result<Plan> {
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: Field::tokens(self.rows, self.seq),
-            micro_batches: 1,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = Field::tokens(self.rows, self.seq);
+        let settings = run.settings(self.ranks, fields, 1, profile);
         Ok(Plan::new(model, settings, profile)?)
     }
 }

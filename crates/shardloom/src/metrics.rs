@@ -23,6 +23,12 @@ pub struct StepDone {
     /// What the device says is in use, everything on it included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_bytes: Option<usize>,
+    /// With f16: the scale of the loss after the step, and how many steps have been skipped so far. The norm of a step
+    /// that was skipped is null.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped_steps: Option<u64>,
     /// How long steps waited for checkpoints since the last line, where one was saved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint_wait_ms: Option<f64>,
@@ -106,7 +112,7 @@ impl Sink for Progress {
     fn step(&mut self, event: &StepDone) -> Result<()> {
         let seconds = self.start.elapsed().as_secs_f64() / (event.step - self.before) as f64;
         let left = seconds * (self.steps - event.step) as f64;
-        let line = format!(
+        let mut line = format!(
             "step {}/{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.0} tokens/s  {} left",
             event.step,
             self.steps,
@@ -116,6 +122,9 @@ impl Sink for Progress {
             event.tokens_per_s,
             clock(left)
         );
+        if let (Some(scale), Some(skipped)) = (event.loss_scale, event.skipped_steps) {
+            line += &format!("  scale {scale}, {skipped} skipped");
+        }
         let mut err = std::io::stderr().lock();
         // A closed standard error is no reason to stop training.
         let _ = if self.in_place { write!(err, "\r\x1b[2K{line}") } else { writeln!(err, "{line}") };

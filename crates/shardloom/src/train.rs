@@ -9,11 +9,14 @@ use crate::source::{Folder, Seeded};
 use crate::{Error, Result, show};
 use checkpoint::{Position, State};
 use device::Profile;
-use fsdp::{Engine, Hyper, Plan, Settings};
+use fsdp::{Engine, Hyper, Plan};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::Model;
+
+/// A loss scale that has fallen this far does not come back: gradients are not finite at any scale.
+const MIN_LOSS_SCALE: f64 = 1.0 / 65536.0;
 
 /// Trains as `ranks` ranks on this machine, or as one of those a launcher has started.
 pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
@@ -54,20 +57,8 @@ impl<'a> Job<'a> {
     }
 
     pub fn plan(&self, profile: Profile) -> Result<Plan> {
-        let run = self.run;
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: self.data.fields(self.micro_batch),
-            micro_batches: self.micro_batches,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = self.data.fields(self.micro_batch);
+        let settings = self.run.settings(self.ranks, fields, self.micro_batches, profile);
         Ok(Plan::new(&self.model, settings, profile)?)
     }
 
@@ -134,6 +125,7 @@ impl<'a> Job<'a> {
         let run = self.run;
         let mut cursor = start.cursor;
         let mut loader = Loader::start(stream.clone(), share, cursor, steps.saturating_sub(start.step))?;
+        let scaled = engine.plan().settings.loss_scale().is_some();
         let (mut clock, mut reported) = (Instant::now(), start.step);
         for step in start.step + 1..=steps {
             self.say(share.rank, saver.poll()?);
@@ -150,6 +142,9 @@ impl<'a> Job<'a> {
                 continue;
             }
             let report = engine.report()?;
+            if report.ended_at.is_some() || report.loss_scale < MIN_LOSS_SCALE {
+                return Err(engine.blame(report.ended_at.unwrap_or(step))?.into());
+            }
             if !report.loss.is_finite() {
                 return Err(Error::NotFinite { step, loss: report.loss });
             }
@@ -168,6 +163,8 @@ impl<'a> Job<'a> {
                     step_ms: seconds * 1e3,
                     peak_bytes: engine.device().memory_use().peak_bytes,
                     device_bytes: engine.device().measured_bytes(),
+                    loss_scale: scaled.then_some(report.loss_scale),
+                    skipped_steps: scaled.then_some(report.skipped_steps),
                     checkpoint_wait_ms: saver.take_waited().map(|waited| waited.as_secs_f64() * 1e3),
                 };
                 sinks.iter_mut().try_for_each(|sink| sink.step(&event))?;

@@ -142,19 +142,8 @@ fn memory_grows_with_the_sequence_and_not_with_its_square_or_the_vocabulary() {
         let model = std::sync::Arc::new(tensor::models::build(&config, seq).unwrap());
         let mut run = run("llama3", &[], Path::new("unused"));
         run.config = config;
-        let settings = fsdp::Settings {
-            ranks: 1,
-            strategy: run.strategy,
-            replicate: 1,
-            wrap: run.wrap.clone(),
-            prefetch: 1,
-            precision: run.precision,
-            fields: fsdp::Field::tokens(1, seq),
-            micro_batches: 1,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(device::Profile::Cpu),
-        };
+        let fields = fsdp::Field::tokens(1, seq);
+        let settings = run.settings(1, fields, 1, device::Profile::Cpu);
         let plan = fsdp::Plan::new(&model, settings, device::Profile::Cpu).unwrap();
         plan.regions().iter().find(|region| region.name == "step").unwrap().bytes
     };
@@ -324,6 +313,48 @@ fn bf16_follows_pytorchs_bf16() {
 }
 
 #[test]
+fn f16_follows_the_exact_curve() {
+    for case in CASES {
+        for ranks in [1, 2] {
+            let out = tempfile::tempdir().unwrap();
+            let [losses, norms, _] = train(case, ranks, &["precision.compute=f16"], out.path());
+            let curve = &read_json(reference(case).join("curve.json"))["curves"]["clip1"];
+            assert_close(&format!("{case}: f16 loss"), &losses, &numbers(&curve["loss"]), 1e-3);
+            assert_close(&format!("{case}: f16 norm"), &norms, &numbers(&curve["grad_norm"]), 1e-2);
+        }
+    }
+}
+
+#[test]
+fn skipped_steps_and_the_scale_are_in_the_metrics() {
+    let out = tempfile::tempdir().unwrap();
+    let set = ["precision.compute=f16", "precision.init_scale=1e9", "precision.scale_interval=4"];
+    shardloom::train(&run("llama3", &set, out.path()), 2).unwrap();
+    let text = std::fs::read_to_string(out.path().join("metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let column = |key: &str| lines.iter().map(|line| line[key].as_f64()).collect::<Vec<_>>();
+    let (norms, scales, skipped) = (column("grad_norm"), column("loss_scale"), column("skipped_steps"));
+    assert_eq!((norms[0], scales[0], skipped[0]), (None, Some(5e8), Some(1.0)));
+    let all = norms.iter().filter(|norm| norm.is_none()).count();
+    assert!(all < 12 && skipped[11] == Some(all as f64), "{text}");
+    assert!(norms.iter().flatten().all(|norm| *norm < 100.0), "norms are unscaled: {text}");
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_ends_the_run_and_is_named() {
+    for (ranks, place) in [(1, "on rank 0"), (2, "on ranks 0, 1")] {
+        let out = tempfile::tempdir().unwrap();
+        let error = shardloom::train(&run("llama3", &["optimizer.lr=1e30"], out.path()), ranks).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("step 2") && text.contains("LlamaDecoderLayer 2") && text.contains(place),
+            "{text}"
+        );
+        assert_eq!(error.exit_status(), 1);
+    }
+}
+
+#[test]
 fn the_same_run_gives_the_same_bits() {
     for set in [vec![], vec!["precision.compute=bf16", "train.micro_batch=1"]] {
         let outs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -337,7 +368,7 @@ fn the_devices_peak_is_the_plans() {
     for (ranks, strategy, micro) in
         [(1, "full", 4), (2, "full", 2), (2, "full", 1), (2, "none", 1), (4, "grad", 1)]
     {
-        for precision in ["f32", "bf16"] {
+        for precision in ["f32", "bf16", "f16"] {
             let out = tempfile::tempdir().unwrap();
             let set = [
                 format!("shard.strategy={strategy}"),

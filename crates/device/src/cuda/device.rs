@@ -12,7 +12,7 @@ use super::stream::Stream;
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
     CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
     RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
@@ -272,6 +272,7 @@ impl Kernels for Cuda {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
     );
 
     fn gemm(&self, stream: &crate::Stream, args: &Gemm<'_>) -> Result<()> {
@@ -320,14 +321,8 @@ impl Kernels for Cuda {
         self.reciprocal(self.stream_of("reciprocal", stream)?, src, dst)
     }
 
-    fn clip_scale(
-        &self,
-        stream: &crate::Stream,
-        sum_squares: &Buffer,
-        max_norm: f32,
-        out: &Buffer,
-    ) -> Result<()> {
-        self.clip_scale(self.stream_of("clip_scale", stream)?, sum_squares, max_norm, out)
+    fn multiply(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.multiply(self.stream_of("multiply", stream)?, src, dst)
     }
 }
 

@@ -67,6 +67,9 @@ pub struct Train {
     pub seed: u64,
     #[serde(default)]
     pub loss_chunk: usize,
+    /// Whether a gradient that is not a number is traced to its rank.
+    #[serde(default = "yes")]
+    pub check_gradients: bool,
 }
 
 fn one() -> f64 {
@@ -125,12 +128,24 @@ pub struct Precision {
     pub master: String,
     pub grad: String,
     pub stochastic_rounding: bool,
+    /// The first loss scale of f16.
+    pub init_scale: f64,
+    /// Good steps after which it doubles.
+    pub scale_interval: u32,
 }
 
 impl Default for Precision {
     fn default() -> Self {
         let f32 = || "f32".to_string();
-        Precision { compute: f32(), reduce: f32(), master: f32(), grad: f32(), stochastic_rounding: false }
+        Precision {
+            compute: f32(),
+            reduce: f32(),
+            master: f32(),
+            grad: f32(),
+            stochastic_rounding: false,
+            init_scale: 65536.0,
+            scale_interval: 2000,
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::data::DataSource;
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
-use fsdp::{Accumulate, Keep, Precision, Strategy, Wrap};
+use fsdp::{Accumulate, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, Wrap};
 use std::path::PathBuf;
 use std::time::Duration;
 use tensor::models::Config;
@@ -127,6 +127,10 @@ pub struct Run {
     pub adamw: AdamW,
     pub lr: LrSchedule,
     pub precision: Precision,
+    /// Of f16.
+    pub loss_scale: LossScale,
+    /// Whether a gradient that is not a number is traced to its rank.
+    pub check_gradients: bool,
     pub strategy: Strategy,
     /// How many times each shard exists.
     pub replicate: usize,
@@ -208,6 +212,8 @@ impl Run {
             adamw: adamw(&raw.optimizer)?,
             lr: lr_schedule(&raw.optimizer, &raw.schedule)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
+            loss_scale: loss_scale(&raw.precision)?,
+            check_gradients: raw.train.check_gradients,
             strategy: strategy(&raw.shard.strategy)?,
             replicate: replicate(&raw.shard)?,
             keep: choose(
@@ -271,6 +277,30 @@ impl Run {
             (0, Profile::Cpu) => ((128 << 20) / token_bytes).max(32),
             (0, Profile::Cuda { .. }) => ((2 << 30) / token_bytes).clamp(1024, 8192),
             (chunk, _) => chunk,
+        }
+    }
+
+    /// What a plan of the run goes by.
+    pub fn settings(
+        &self,
+        ranks: usize,
+        fields: Vec<Field>,
+        micro_batches: usize,
+        profile: Profile,
+    ) -> Settings {
+        Settings {
+            strategy: self.strategy,
+            replicate: self.replicate,
+            wrap: self.wrap.clone(),
+            prefetch: self.prefetch,
+            precision: self.precision,
+            micro_batches,
+            keep: self.keep,
+            accumulate: self.accumulate,
+            loss_chunk: self.loss_chunk(profile),
+            loss_scale: self.loss_scale,
+            check_gradients: self.check_gradients,
+            ..Settings::new(ranks, fields)
         }
     }
 
@@ -396,14 +426,24 @@ fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSche
 }
 
 fn precision(raw: &raw::Precision, optimizer: &raw::Optimizer) -> Result<Precision> {
-    let both = [("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
+    let all = [("f32", Dtype::F32), ("bf16", Dtype::Bf16), ("f16", Dtype::F16)];
+    let kept = &all[..2];
     Ok(Precision {
-        compute: choose("precision.compute", &raw.compute, &both)?,
-        reduce: choose("precision.reduce", &raw.reduce, &both)?,
-        master: choose("precision.master", &raw.master, &both)?,
-        grad: choose("precision.grad", &raw.grad, &both)?,
-        moments: choose("optimizer.state", &optimizer.state, &both)?,
+        compute: choose("precision.compute", &raw.compute, &all)?,
+        reduce: choose("precision.reduce", &raw.reduce, &all)?,
+        master: choose("precision.master", &raw.master, kept)?,
+        grad: choose("precision.grad", &raw.grad, &all)?,
+        moments: choose("optimizer.state", &optimizer.state, kept)?,
     })
+}
+
+fn loss_scale(raw: &raw::Precision) -> Result<LossScale> {
+    let LossScale { scaling, .. } = LossScale::default();
+    let init = raw.init_scale as f32;
+    if !(init > 0.0 && init.is_finite()) || raw.scale_interval == 0 {
+        return wrong("precision.init_scale must be positive, precision.scale_interval at least 1");
+    }
+    Ok(LossScale { init, scaling: Scaling { interval: raw.scale_interval, ..scaling } })
 }
 
 fn strategy(word: &str) -> Result<Strategy> {

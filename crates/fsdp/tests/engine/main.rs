@@ -1,0 +1,5 @@
+//! The engine on the CPU, with small models: what a setting must not change, and what it must.
+
+mod blame;
+mod harness;
+mod scaler;
