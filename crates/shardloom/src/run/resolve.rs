@@ -407,6 +407,21 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
 }
 
+/// The optimizer's settings and learning rates, of the first step and of the one after `step`, in a run as a checkpoint
+/// has it. `None` where it has none.
+pub(crate) fn optimizer_at(given: &serde_json::Value, step: u64) -> Result<Option<(AdamW, [f64; 2])>> {
+    let Some(optimizer) = given.get("optimizer") else { return Ok(None) };
+    let unreadable = |e: serde_json::Error| Error::Config(format!("the optimizer in state.json: {e}"));
+    let optimizer: raw::Optimizer = serde_json::from_value(optimizer.clone()).map_err(unreadable)?;
+    let schedule =
+        given.get("schedule").cloned().map(serde_json::from_value).transpose().map_err(unreadable)?;
+    let schedule = lr_schedule(&optimizer, &schedule.unwrap_or_default())?;
+    // The length of a run by epochs is not known here; nor is then where its schedule stands.
+    let steps = given.pointer("/train/steps").and_then(serde_json::Value::as_u64);
+    let lr = steps.map_or(optimizer.lr, |steps| schedule.lr(step + 1, steps));
+    Ok(Some((adamw(&optimizer)?, [optimizer.lr, lr])))
+}
+
 fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSchedule> {
     let shapes = [("constant", Shape::Constant), ("linear", Shape::Linear), ("cosine", Shape::Cosine)];
     let shape = choose("schedule.kind", &raw.kind, &shapes)?;
