@@ -7,6 +7,7 @@ mod resume;
 mod save;
 
 pub use command::{Export, export, inspect, verify};
+pub(crate) use contents::snapshot_bytes;
 pub use resume::Resume;
 pub(crate) use resume::{Resumed, agree_on};
 pub(crate) use save::{Saver, SharedSource, What};
