@@ -24,6 +24,7 @@ mod queued;
 mod reduce;
 mod secret;
 pub mod shm;
+mod socket;
 mod solo;
 pub mod store;
 pub mod tcp;

@@ -64,7 +64,11 @@ impl Error {
     pub fn exit_status(&self) -> u8 {
         match self {
             Error::Config(_) | Error::File { .. } | Error::Checkpoint(_) => 2,
-            Error::Fsdp(fsdp::Error::Settings(_) | fsdp::Error::WrapMatchesNothing { .. }) => 2,
+            Error::Fsdp(
+                fsdp::Error::Settings(_)
+                | fsdp::Error::WrapMatchesNothing { .. }
+                | fsdp::Error::RuleMatchesNothing { .. },
+            ) => 2,
             Error::Tensor(tensor::Error::Config(_)) => 2,
             _ => 1,
         }

@@ -4,12 +4,12 @@
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, CheckpointBench, StepBench};
-use shardloom::checkpoints::{self, Export};
+use shardloom::checkpoints::{self, DcpExport, DcpImport, Export};
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
 use shardloom::show::{self, Sheet};
-use shardloom::{Generate, Result, Resume, Run};
+use shardloom::{Error, Generate, Result, Resume, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -184,10 +184,13 @@ enum CheckpointCommand {
         /// A checkpoint, or a run's output folder, of which the last one is meant
         dir: PathBuf,
     },
-    /// Writes the weights of a checkpoint as a Hugging Face folder
+    /// Writes a checkpoint for other programs: its weights as a Hugging Face folder, or all of it for PyTorch
     Export {
         /// A checkpoint, or a run's output folder, of which the last one is meant
         dir: PathBuf,
+        /// hf: the weights as a Hugging Face folder; dcp: weights and AdamW's state as PyTorch's distributed checkpoint
+        #[arg(long, default_value = "hf", value_parser = ["hf", "dcp"])]
+        to: String,
         /// The folder to write
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
@@ -197,6 +200,26 @@ enum CheckpointCommand {
         /// Files have at most this many bytes
         #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = show::parse_bytes)]
         shard_size: usize,
+        /// With --to dcp: over how many files tensors are spread [default: as many as ranks wrote it]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+        files: Option<u32>,
+    },
+    /// Makes a checkpoint, to be resumed, of one that PyTorch, accelerate or torchtitan wrote
+    Import {
+        /// The folder with .metadata, or the one accelerate made
+        dir: PathBuf,
+        /// What it is: PyTorch's distributed checkpoint
+        #[arg(long, default_value = "dcp", value_parser = ["dcp"])]
+        from: String,
+        /// The model: a Hugging Face folder, or a config.json
+        #[arg(long, value_name = "PATH")]
+        model: PathBuf,
+        /// The folder to write
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Leaves the optimizer's state out: a folder to start from with model.path
+        #[arg(long)]
+        weights_only: bool,
     },
 }
 
@@ -393,7 +416,17 @@ fn checkpoint(command: CheckpointCommand) -> Result<()> {
             print!("{}", checkpoints::inspect(&dir, tensors, json)?);
         }
         CheckpointCommand::Verify { dir } => println!("{}", checkpoints::verify(&dir)?),
-        CheckpointCommand::Export { dir, out, dtype, shard_size } => {
+        CheckpointCommand::Export { dir, to, out, dtype, files, .. } if to == "dcp" => {
+            if dtype.is_some() {
+                return Err(Error::Config("--dtype is for --to hf: dcp has tensors as they are".into()));
+            }
+            let files = files.map(|files| files as usize);
+            eprintln!("{}", checkpoints::export_dcp(&DcpExport { dir, out, files })?);
+        }
+        CheckpointCommand::Import { dir, model, out, weights_only, .. } => {
+            eprintln!("{}", checkpoints::import_dcp(&DcpImport { dir, model, out, weights_only })?);
+        }
+        CheckpointCommand::Export { dir, out, dtype, shard_size, .. } => {
             let export = Export { dir, out, dtype, max_part_bytes: shard_size as u64 };
             eprintln!("{}", checkpoints::export(&export)?);
         }

@@ -193,7 +193,7 @@ impl<'a> Job<'a> {
         let (Cursor { epoch, row }, scaler) = (cursor, engine.scaler()?);
         let scaled = engine.plan().settings.loss_scale().is_some();
         Ok(State {
-            optimizer_step: step - scaler.skipped_steps,
+            optimizer_step: step.saturating_sub(scaler.skipped_steps),
             data: Some(Position { epoch, row, fingerprint: way.fingerprint }),
             scaler: scaled
                 .then_some(checkpoint::Scaler { scale: scaler.scale, good_steps: scaler.good_steps.into() }),

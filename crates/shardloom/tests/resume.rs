@@ -136,7 +136,9 @@ fn command(out: &Path, args: &[&str]) -> Command {
         "log.every=1",
         &dir,
     ];
-    sets.iter().for_each(|set| drop(command.args(["--set", set])));
+    for set in sets {
+        command.args(["--set", set]);
+    }
     for name in ["RANK", "WORLD_SIZE", "SHARDLOOM_SECRET"] {
         command.env_remove(name);
     }

@@ -89,13 +89,8 @@ fn join_in(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    if rank >= size {
-        let what = format!("there is no rank {rank} in a group of {size}");
-        return Err(Error::Argument { op: "shm::join", what });
-    }
     let system = |what: String| Error::System { rank, group: name.to_string(), what };
-    let exchange = Exchange::new(store.clone(), &format!("shm {scope}"), rank, size, timeout);
-    exchange.claim()?;
+    let exchange = Exchange::join("shm", store.clone(), scope, rank, size, timeout)?;
     let start = Layout { size }.bytes();
     // Each says who and where it is; rank 0 also which of its descriptors is the memory.
     let (created, file) = match rank {

@@ -59,12 +59,7 @@ fn join_in(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    if rank >= size {
-        let what = format!("there is no rank {rank} in a group of {size}");
-        return Err(Error::Argument { op: "tcp::join", what });
-    }
-    let exchange = Exchange::new(store.clone(), &format!("tcp {scope}"), rank, size, timeout);
-    exchange.claim()?;
+    let exchange = Exchange::join("tcp", store.clone(), scope, rank, size, timeout)?;
     let links = meet::meet(&store, scope, rank, size, &exchange, timeout)?;
     // A connection of its own: while others wait in the shared one, failures must get through.
     let news = store.another(Duration::from_secs(2))?;

@@ -90,7 +90,7 @@ pub fn plain_files(run: &Run) -> Result<Vec<(String, Vec<u8>)>> {
 }
 
 /// What a folder has of the files that go along with a model.
-fn companions(folder: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+pub(super) fn companions(folder: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut names: Vec<String> = COMPANIONS.iter().map(|name| name.to_string()).collect();
     let templates = folder.join(TEMPLATES);
     if templates.is_dir() {

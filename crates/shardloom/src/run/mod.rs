@@ -5,6 +5,7 @@ mod raw;
 mod resolve;
 
 pub use data::{DataSource, DocumentSource};
+pub(crate) use resolve::optimizer_at;
 pub use resolve::{Checkpoints, DeviceChoice, GroupChoice, Length, LrSchedule, ModelSource, Run, SavedAs};
 
 use crate::{Error, Result};

@@ -4,7 +4,9 @@ use super::data::DataSource;
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
-use fsdp::{Accumulate, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, Wrap};
+use fsdp::{
+    Accumulate, AfterForward, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, UnitRule, Wrap,
+};
 use std::path::PathBuf;
 use std::time::Duration;
 use tensor::models::Config;
@@ -138,6 +140,8 @@ pub struct Run {
     pub accumulate: Accumulate,
     pub wrap: Wrap,
     pub prefetch: usize,
+    pub after_forward: AfterForward,
+    pub units: Vec<UnitRule>,
     pub device: DeviceChoice,
     pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
@@ -230,6 +234,8 @@ impl Run {
             )?,
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
+            after_forward: after_forward("shard.after_forward", &raw.shard.after_forward)?,
+            units: raw.shard.unit.iter().map(unit_rule).collect::<Result<_>>()?,
             device: choose(
                 "device.kind",
                 &raw.device.kind,
@@ -296,6 +302,8 @@ impl Run {
             replicate: self.replicate,
             wrap: self.wrap.clone(),
             prefetch: self.prefetch,
+            after_forward: self.after_forward,
+            units: self.units.clone(),
             precision: self.precision,
             micro_batches,
             keep: self.keep,
@@ -352,9 +360,7 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
-    only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
-    only("shard.unit", raw.shard.unit.len(), 0)?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
@@ -402,6 +408,21 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     }
     let decay = choose("optimizer.decay", &raw.decay, &[("all", Decay::All), ("matrices", Decay::Matrices)])?;
     Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
+}
+
+/// The optimizer's settings and learning rates, of the first step and of the one after `step`, in a run as a checkpoint
+/// has it. `None` where it has none.
+pub(crate) fn optimizer_at(given: &serde_json::Value, step: u64) -> Result<Option<(AdamW, [f64; 2])>> {
+    let Some(optimizer) = given.get("optimizer") else { return Ok(None) };
+    let unreadable = |e: serde_json::Error| Error::Config(format!("the optimizer in state.json: {e}"));
+    let optimizer: raw::Optimizer = serde_json::from_value(optimizer.clone()).map_err(unreadable)?;
+    let schedule =
+        given.get("schedule").cloned().map(serde_json::from_value).transpose().map_err(unreadable)?;
+    let schedule = lr_schedule(&optimizer, &schedule.unwrap_or_default())?;
+    // The length of a run by epochs is not known here; nor is then where its schedule stands.
+    let steps = given.pointer("/train/steps").and_then(serde_json::Value::as_u64);
+    let lr = steps.map_or(optimizer.lr, |steps| schedule.lr(step + 1, steps));
+    Ok(Some((adamw(&optimizer)?, [optimizer.lr, lr])))
 }
 
 fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSchedule> {
@@ -462,6 +483,31 @@ fn replicate(raw: &raw::Shard) -> Result<usize> {
         (false, 2..) => wrong("shard.replicate goes with shard.strategy = \"hybrid\""),
         (_, replicate) => Ok(replicate),
     }
+}
+
+fn after_forward(key: &str, value: &toml::Value) -> Result<AfterForward> {
+    match value {
+        toml::Value::Integer(size) if *size > 0 => Ok(AfterForward::Group(*size as usize)),
+        toml::Value::String(word) => choose(
+            key,
+            word,
+            &[("auto", AfterForward::Auto), ("free", AfterForward::Free), ("keep", AfterForward::Keep)],
+        ),
+        other => wrong(format!("{key} = {other} is none of auto, free, keep and a number of ranks")),
+    }
+}
+
+fn unit_rule(raw: &raw::UnitRule) -> Result<UnitRule> {
+    let blocks = match raw.blocks {
+        Some([from, to]) if from >= to => {
+            return wrong(format!(
+                "shard.unit: blocks = [{from}, {to}] are none; the second number is the end"
+            ));
+        }
+        blocks => blocks.map(|[from, to]| from..to),
+    };
+    let after_forward = after_forward("shard.unit: after_forward", &raw.after_forward)?;
+    Ok(UnitRule { kinds: raw.kinds.clone(), blocks, after_forward })
 }
 
 fn wrap(raw: raw::Wrap) -> Result<Wrap> {
