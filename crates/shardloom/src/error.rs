@@ -25,6 +25,10 @@ pub enum Error {
     #[error("{} is damaged:{problems}", dir.display())]
     Damaged { dir: PathBuf, problems: String },
 
+    /// What `check` found.
+    #[error("this run is not ready: {0}")]
+    Check(String),
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 

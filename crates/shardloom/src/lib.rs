@@ -4,6 +4,7 @@
 pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod bench;
+mod check;
 pub mod checkpoints;
 pub mod data;
 mod error;
@@ -17,6 +18,7 @@ pub mod show;
 pub mod source;
 mod train;
 
+pub use check::check;
 pub use checkpoints::Resume;
 pub use error::{Error, Result};
 pub use generate::{Generate, generate};

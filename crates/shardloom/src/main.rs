@@ -26,6 +26,20 @@ enum Command {
     Train(TrainArgs),
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
+    /// Goes through the checklist before a long run: a few real steps, a checkpoint and back, memory, speed
+    Check {
+        /// The run's configuration
+        run: PathBuf,
+        /// How many ranks to start on this machine
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// How many steps to make
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(3..))]
+        steps: u64,
+        /// Overrides a key of the configuration, as in shard.strategy=grad
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(PlanArgs),
     /// Looks into checkpoints, proves them, converts them
@@ -285,6 +299,9 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Train(args) => reported(|| args.train()),
+        Command::Check { run, ranks, steps, set } => {
+            reported(|| shardloom::check(&Run::load(&run, &set)?, ranks as usize, steps))
+        }
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             let sheet = args.sheet()?;

@@ -16,7 +16,7 @@ use fsdp::Groups;
 use std::sync::Arc;
 
 /// One rank's place: which it is, its device, and whom it works with.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Seat {
     pub rank: usize,
     pub ranks: usize,

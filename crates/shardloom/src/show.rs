@@ -7,7 +7,7 @@ pub use change::{Attempt, Change};
 
 use crate::run::{DataSource, DocumentSource};
 use crate::train::Job;
-use crate::{Error, Result, Run, data, ranks};
+use crate::{Error, Result, Run, checkpoints, data, ranks};
 use device::Profile;
 use fsdp::Plan;
 use serde_json::{Value, json};
@@ -92,6 +92,8 @@ pub struct Sheet {
     pub plan: Plan,
     pub constant_bytes: usize,
     pub peak_bytes: usize,
+    /// What a rank copies to host memory when it saves a checkpoint.
+    pub snapshot_bytes: usize,
     pub fit: Option<Fit>,
     pub notes: Vec<String>,
 }
@@ -123,8 +125,9 @@ impl Sheet {
             }
             Profile::Cpu => vec![],
         };
-        let constant_bytes = Plan::constant_bytes(&job.model);
-        Ok(Sheet { ranks, params: job.model.num_params(), plan, constant_bytes, peak_bytes, fit, notes })
+        let (params, constant_bytes) = (job.model.num_params(), Plan::constant_bytes(&job.model));
+        let snapshot_bytes = checkpoints::snapshot_bytes(&run, &plan);
+        Ok(Sheet { ranks, params, plan, constant_bytes, peak_bytes, snapshot_bytes, fit, notes })
     }
 
     /// Whether it fits, where a size was given.
@@ -151,6 +154,7 @@ impl Sheet {
         let _ = writeln!(out, "  {:<18} {}", "constants", bytes(self.constant_bytes));
         let _ = writeln!(out, "  {:<18} {}", "peak", bytes(self.peak_bytes));
         let _ = writeln!(out, "  {:<18} {}", "host memory", bytes(plan.host_bytes()));
+        let _ = writeln!(out, "  {:<18} {} while one is saved", "checkpoint", bytes(self.snapshot_bytes));
         let _ = writeln!(out, "\ncollectives of one step");
         for (name, count, size) in plan.traffic() {
             let _ = writeln!(out, "  {name:<18} {count} of {} in all", bytes(size).trim_start());
@@ -187,7 +191,7 @@ impl Sheet {
         let sheet = json!({
             "parameters": self.params, "ranks": self.ranks, "device": plan.profile.name(), "units": units,
             "regions": regions, "step_peak": step_peak, "peak_bytes": self.peak_bytes,
-            "host_bytes": plan.host_bytes(), "collectives": collectives,
+            "host_bytes": plan.host_bytes(), "snapshot_bytes": self.snapshot_bytes, "collectives": collectives,
             "fit": self.fit.as_ref().map(|fit| fit.json(self.peak_bytes)), "notes": self.notes,
         });
         format!("{sheet:#}\n")

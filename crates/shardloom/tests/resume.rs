@@ -136,7 +136,9 @@ fn command(out: &Path, args: &[&str]) -> Command {
         "log.every=1",
         &dir,
     ];
-    sets.iter().for_each(|set| drop(command.args(["--set", set])));
+    for set in sets {
+        command.args(["--set", set]);
+    }
     for name in ["RANK", "WORLD_SIZE", "SHARDLOOM_SECRET"] {
         command.env_remove(name);
     }
@@ -309,6 +311,30 @@ fn coarser_checkpoints_and_frozen_weights() {
 }
 
 #[test]
+fn the_loss_scale_of_f16_goes_on_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = twelve_rows(dir.path());
+    // So large that the first step is skipped, and grows again after every good one.
+    let scaled = ["precision={compute=\"f16\", init_scale=1e9, scale_interval=1}"];
+    let (whole, out) = (dir.path().join("whole"), dir.path().join("out"));
+    shardloom::train(&run((2, "full"), &data, &whole, &scaled), 2).unwrap();
+    let state = |dir: &Path, step: u64| -> Value {
+        let path = dir.join(format!("checkpoints/step-{step:06}/state.json"));
+        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    };
+    let (second, fourth) = (state(&whole, 2), state(&whole, 4));
+    assert!(second["optimizer_step"].as_u64() < Some(2), "{second}");
+    let resume = Resume::From(whole.join("checkpoints/step-000002"));
+    shardloom::train_from(&run((2, "full"), &data, &out, &scaled), 2, &resume).unwrap();
+    let resumed = state(&out, 4);
+    for key in ["optimizer_step", "scaler", "data", "step"] {
+        assert_eq!(resumed[key], fourth[key], "{key}");
+    }
+    let last = |dir: &Path| std::fs::read(dir.join("checkpoints/step-000004/optimizer.safetensors")).unwrap();
+    assert!(last(&out) == last(&whole));
+}
+
+#[test]
 fn what_cannot_be_resumed_is_refused_with_file_and_weight_named() {
     let dir = tempfile::tempdir().unwrap();
     let data = twelve_rows(dir.path());
@@ -432,4 +458,36 @@ fn the_command_looks_into_a_checkpoint_and_exports_it() {
     std::fs::create_dir(dir.path().join("mine")).unwrap();
     export.out = dir.path().join("mine");
     assert!(checkpoints::export(&export).unwrap_err().to_string().contains("--out"));
+}
+
+#[test]
+fn the_checklist_before_a_long_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = twelve_rows(dir.path());
+    let out = dir.path().join("out");
+    let run_file = dir.path().join("run.toml");
+    let toml = format!(
+        "model.path = \"{}\"\ndata = {{ kind = \"batches\", path = \"{}\" }}\ntrain = {{ steps = 4, global_batch = 12 }}\n\
+         optimizer.lr = 1e-3\ndevice.kind = \"cpu\"\noutput.dir = \"{}\"\n",
+        root().join("tests/reference/llama3").display(),
+        data.display(),
+        out.display()
+    );
+    std::fs::write(&run_file, toml).unwrap();
+    for group in ["local", "shm"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shardloom"));
+        command.arg("check").arg(&run_file).args([
+            "--ranks",
+            "2",
+            "--set",
+            &format!("device.group=\"{group}\""),
+        ]);
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        for word in ["4 made, every loss", "2 agree on loss", "the same bits", "planned", "tokens/s"] {
+            assert!(text.contains(word), "{group}: {text}");
+        }
+        assert!(!out.join("check").exists());
+    }
 }

@@ -160,7 +160,7 @@ fn alone(world: &dyn Group, work: impl FnOnce() -> std::io::Result<()>) -> Resul
 
 /// One file, from its start to its end, and synced.
 fn write_plain(path: &Path, bytes: u64) -> std::io::Result<()> {
-    let block: Vec<u8> = (0..BLOCK).map(|at| (at * 7919 >> 5) as u8).collect();
+    let block: Vec<u8> = (0..BLOCK).map(|at| ((at * 7919) >> 5) as u8).collect();
     let mut file = File::create(path)?;
     let mut left = bytes;
     while left > 0 {

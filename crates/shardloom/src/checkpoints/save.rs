@@ -171,7 +171,11 @@ impl Place {
         let weight = if self.weights.0 == SavedAs::Master { Slot::Master } else { Slot::Compute };
         let size = |slot: Slot| engine.slot_dtype(slot).bytes();
         let each = size(weight) + size(Slot::Moment1) + size(Slot::Moment2);
-        bytes.resize(trained.iter().map(|stretch| stretch.len * each).sum(), 0);
+        let total = trained.iter().map(|stretch| stretch.len * each).sum();
+        if bytes.len() != total {
+            // Fresh pages, which nobody has to fill with zeros first.
+            bytes = vec![0; total];
+        }
         let (mut pieces, mut end) = (Vec::with_capacity(3 * trained.len()), 0);
         for stretch in &trained {
             let [first, second] = moment_names(&stretch.name);

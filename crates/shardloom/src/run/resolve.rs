@@ -154,6 +154,8 @@ pub struct Run {
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
+    /// Ends before its time, after this step.
+    pub stop_after: Option<u64>,
     /// The configuration itself, defaults filled in: checkpoints take it along.
     pub given: serde_json::Value,
 }
@@ -269,6 +271,7 @@ impl Run {
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+            stop_after: None,
             given,
         })
     }
