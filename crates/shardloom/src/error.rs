@@ -19,6 +19,9 @@ pub enum Error {
     #[error("{}: the logits of token {position} are not numbers; the weights are broken", model.display())]
     NotNumbers { model: PathBuf, position: u64 },
 
+    #[error("{source}. {advice}")]
+    NoRoom { source: device::Error, advice: String },
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 

@@ -5,6 +5,7 @@ pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod bench;
 pub mod data;
+pub mod devices;
 mod error;
 pub mod generate;
 pub mod launch;

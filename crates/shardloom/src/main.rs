@@ -4,6 +4,7 @@
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, StepBench};
+use shardloom::devices::Inventory;
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
@@ -35,6 +36,12 @@ enum Command {
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
+    /// Shows what this machine offers: cores, GPUs, libraries found and missing
+    Devices {
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Subcommand)]
@@ -215,6 +222,11 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Devices { json } => {
+            let found = Inventory::take();
+            print!("{}", if json { format!("{}\n", found.json()) } else { found.text() });
+            Ok(())
+        }
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }

@@ -82,7 +82,8 @@ impl<'a> Job<'a> {
         let planned_bytes = plan.peak_bytes(&self.model);
         let Seat { rank, ranks, device, groups, overhead } = seat;
         let control = groups.world.clone();
-        let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
+        let mut engine = Engine::new(device, plan, self.model.clone(), groups)
+            .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
         engine.fill(&*source)?;
         if rank == 0 && run.progress {
             eprintln!("data: {}", stream.summary_of_run(run.length, run.global_batch));
