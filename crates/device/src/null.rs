@@ -2,7 +2,7 @@
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
     LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
     Rope, Stream, SumLoss, Swiglu, SwigluGrad,
 };
@@ -110,6 +110,7 @@ impl Kernels for Null {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
     );
 
     fn attention_cached(&self, _stream: &Stream, args: &AttentionCached<'_>) -> Result<()> {
@@ -154,7 +155,7 @@ impl Kernels for Null {
         Ok(())
     }
 
-    fn clip_scale(&self, _: &Stream, _: &Buffer, _: f32, _: &Buffer) -> Result<()> {
+    fn multiply(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
         Ok(())
     }
 }

@@ -6,7 +6,7 @@
 use crate::work::{Asks, Work, moved};
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
     LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
     Rope, Stream, SumLoss, Swiglu, SwigluGrad, cuda,
 };
@@ -155,6 +155,7 @@ impl Kernels for Timed {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
         head_norm(HeadNorm<'_>),
         head_norm_grad(HeadNormGrad<'_>),
         layer_norm(LayerNorm<'_>),
@@ -219,9 +220,7 @@ impl Kernels for Timed {
         self.time("reciprocal", stream, Work::default(), || self.inner.reciprocal(stream, src, dst))
     }
 
-    fn clip_scale(&self, stream: &Stream, sum_squares: &Buffer, max_norm: f32, out: &Buffer) -> Result<()> {
-        self.time("clip_scale", stream, Work::default(), || {
-            self.inner.clip_scale(stream, sum_squares, max_norm, out)
-        })
+    fn multiply(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.time("multiply", stream, Work::default(), || self.inner.multiply(stream, src, dst))
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, AttentionShape, Bias,
-    BiasGrad, Buffer, CrossEntropy, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad,
+    BiasGrad, Buffer, CrossEntropy, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge,
     LayerNorm, LayerNormGrad, RmsNorm, RmsNormGrad, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use std::ops::AddAssign;
@@ -61,6 +61,7 @@ moves! {
     EmbeddingGrad: |a| [a.dout, a.ids, a.order, a.dtable] and [a.accumulate.then_some(a.dtable)];
     CrossEntropy: |a| [a.logits, a.labels, a.losses] and [a.seed.map(|_| a.logits)];
     SumLoss: |a| [a.x, a.losses] and [a.target, a.seed.map(|_| a.x)];
+    Judge: |a| [a.sum_squares, a.scaler, a.scaler, a.verdict] and [None];
     AdamW: |a| [a.master, a.master, a.moment1, a.moment1, a.moment2, a.moment2, a.grad] and [a.compute];
     AttentionCached: |a| [a.qkv, a.keys, a.values, a.out] and [None];
 }

@@ -1,21 +1,26 @@
 //! `bench`: how fast this machine trains, and beside which ceiling.
 
+mod checkpoint;
+
+pub use checkpoint::{CheckpointBench, checkpoint};
+
 use crate::ranks::{self, Launched, Seat};
 use crate::run::{DeviceChoice, Run};
 use crate::source::Seeded;
 use crate::{Error, Result, show};
 use device::timed::{KernelTime, Timed};
 use device::{Device, Dtype, Gemm, Matrix, Role};
-use fsdp::{Engine, Field, HostBatch, Hyper, Plan, Settings};
+use fsdp::{Engine, Field, HostBatch, Hyper, Plan};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::models::Config;
 
 /// Llama shapes by name: hidden, intermediate, layers, heads, key-value heads, vocabulary.
-const SIZES: [(&str, [usize; 6]); 5] = [
+const SIZES: [(&str, [usize; 6]); 6] = [
     ("tiny", [256, 688, 4, 8, 4, 4096]),
     ("60m", [512, 1376, 8, 8, 8, 32000]),
+    ("350m", [1024, 4096, 16, 16, 8, 32000]),
     ("1b", [2048, 8192, 16, 32, 8, 128_256]),
     ("3b", [3072, 8192, 28, 24, 8, 128_256]),
     ("8b", [4096, 14336, 32, 32, 8, 128_256]),
@@ -82,19 +87,8 @@ impl StepBench {
     }
 
     fn plan(&self, run: &Run, model: &Arc<tensor::Model>, profile: device::Profile) -> Result<Plan> {
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: Field::tokens(self.rows, self.seq),
-            micro_batches: 1,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = Field::tokens(self.rows, self.seq);
+        let settings = run.settings(self.ranks, fields, 1, profile);
         Ok(Plan::new(model, settings, profile)?)
     }
 }

@@ -22,6 +22,12 @@ pub enum Error {
     #[error("{source}. {advice}")]
     NoRoom { source: device::Error, advice: String },
 
+    #[error("the checkpoint of step {step} was not saved: {what}")]
+    Save { step: u64, what: String },
+
+    #[error("{} is damaged:{problems}", dir.display())]
+    Damaged { dir: PathBuf, problems: String },
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 
@@ -57,7 +63,11 @@ impl Error {
     pub fn exit_status(&self) -> u8 {
         match self {
             Error::Config(_) | Error::File { .. } | Error::Checkpoint(_) => 2,
-            Error::Fsdp(fsdp::Error::Settings(_) | fsdp::Error::WrapMatchesNothing { .. }) => 2,
+            Error::Fsdp(
+                fsdp::Error::Settings(_)
+                | fsdp::Error::WrapMatchesNothing { .. }
+                | fsdp::Error::RuleMatchesNothing { .. },
+            ) => 2,
             Error::Tensor(tensor::Error::Config(_)) => 2,
             _ => 1,
         }

@@ -6,8 +6,8 @@ use crate::{Error, Memory, Result};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Turns a driver's answer into a `Result` that names the call.
 pub(super) fn check(call: &'static str, answer: CUresult) -> Result<()> {
@@ -43,6 +43,8 @@ pub(super) struct Context {
     total_bytes: usize,
     current_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
+    /// Why results on this GPU are worth nothing, once they are.
+    pub void: OnceLock<String>,
 }
 
 // SAFETY: a context may be made current on any thread, by any number of threads at once.
@@ -91,6 +93,7 @@ impl Context {
             total_bytes,
             current_bytes: AtomicUsize::new(0),
             peak_bytes: AtomicUsize::new(0),
+            void: OnceLock::new(),
         }))
     }
 

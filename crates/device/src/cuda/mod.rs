@@ -12,6 +12,7 @@ mod choice;
 pub mod cudnn;
 mod device;
 mod driver;
+mod flash;
 mod flat;
 mod gemm;
 mod inventory;
@@ -26,6 +27,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
 pub use inventory::{Gpu, GpuReport, LibraryReport, gpus, libraries};
 pub use library::{device_count, present};

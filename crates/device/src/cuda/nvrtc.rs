@@ -22,10 +22,20 @@ pub(super) struct Program {
 /// Rounding happens where the source says: products are not fused into sums behind its back.
 const AS_WRITTEN: &[&str] = &["--fmad=false"];
 
+/// One type and size of heads a program: most runs need one of them.
+macro_rules! flash {
+    ($dtype:literal, $head_dim:literal) => {
+        [concat!("--define-macro=FLASH_TYPE=", $dtype), concat!("--define-macro=FLASH_HEAD_DIM=", $head_dim)]
+    };
+}
+
 macro_rules! programs {
-    ($($constant:ident = $name:literal, $file:literal, $options:expr;)*) => {
-        $(pub(super) static $constant: Program =
-            Program { name: $name, text: include_str!(concat!("kernels/", $file)), options: $options };)*
+    ($($constant:ident = $name:literal, $($file:literal)+, $options:expr;)*) => {
+        $(pub(super) static $constant: Program = Program {
+            name: $name,
+            text: concat!($(include_str!(concat!("kernels/", $file))),+),
+            options: $options,
+        };)*
 
         #[cfg(test)]
         static ALL: &[&Program] = &[$(&$constant),*];
@@ -34,13 +44,21 @@ macro_rules! programs {
 programs! {
     ACTIVATION = "activation", "activation.cu", AS_WRITTEN;
     ADAMW = "adamw", "adamw.cu", AS_WRITTEN;
-    ATTENTION_F32 = "attention_f32", "attention.cu", &["--define-macro=ATTENTION_F32"];
-    ATTENTION_BF16 = "attention_bf16", "attention.cu", &["--define-macro=ATTENTION_BF16"];
-    ATTENTION_F16 = "attention_f16", "attention.cu", &["--define-macro=ATTENTION_F16"];
+    ATTENTION_F32 = "attention_f32", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_F32"];
+    ATTENTION_BF16 = "attention_bf16", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_BF16"];
+    ATTENTION_F16 = "attention_f16", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_F16"];
     BIAS = "bias", "bias.cu", AS_WRITTEN;
     CACHE = "cache", "cache.cu", &[];
     ELEMENTWISE = "elementwise", "elementwise.cu", AS_WRITTEN;
     EMBEDDING = "embedding", "embedding.cu", AS_WRITTEN;
+    FLASH_BF16_64 = "flash_bf16_64", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "64");
+    FLASH_BF16_80 = "flash_bf16_80", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "80");
+    FLASH_BF16_96 = "flash_bf16_96", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "96");
+    FLASH_BF16_128 = "flash_bf16_128", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "128");
+    FLASH_F16_64 = "flash_f16_64", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "64");
+    FLASH_F16_80 = "flash_f16_80", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "80");
+    FLASH_F16_96 = "flash_f16_96", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "96");
+    FLASH_F16_128 = "flash_f16_128", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "128");
     HEAD_NORM = "head_norm", "head_norm.cu", AS_WRITTEN;
     LAYER_NORM = "layer_norm", "layer_norm.cu", AS_WRITTEN;
     LOSS = "loss", "loss.cu", AS_WRITTEN;
@@ -278,8 +296,10 @@ mod tests {
         }
         for arch in [80, 90, 100] {
             for program in ALL {
-                // The three attentions are one source and slow to compile: all of them for one GPU is enough.
-                if arch != 90 && program.text == ATTENTION_BF16.text && program.name != ATTENTION_BF16.name {
+                // Attentions are few sources for many types and sizes, and slow to compile: all of them for
+                // one GPU is enough.
+                let same = |other: &Program| program.text == other.text && program.name != other.name;
+                if arch != 90 && (same(&ATTENTION_BF16) || same(&FLASH_BF16_128)) {
                     continue;
                 }
                 let image = program.compile(Target::Machine(arch)).unwrap();

@@ -42,32 +42,6 @@ impl Engine {
         }
         Ok(fixed.compute.synchronize()?)
     }
-
-    /// This rank's part of every weight, as (name, first element, values), unit by unit. Frozen weights are read from
-    /// where they came from, since the device may hold them rounded.
-    pub fn read_weights(
-        &self,
-        source: &dyn Source,
-        mut take: impl FnMut(&str, usize, &[f32]) -> Result<()>,
-    ) -> Result<()> {
-        let fixed = &self.fixed;
-        for (unit, shard) in fixed.shards.iter().enumerate() {
-            let pieces = fixed.plan.layout.pieces(&fixed.model, unit, fixed.shard_index());
-            let Some(trained) = &shard.trained else {
-                for piece in &pieces {
-                    let mut values = vec![0.0; piece.len];
-                    source.read(&piece.name, piece.start, &mut values)?;
-                    take(&piece.name, piece.start, &values)?;
-                }
-                continue;
-            };
-            let values = read_f32(&*fixed.device, &fixed.compute, &trained.master)?;
-            for piece in &pieces {
-                take(&piece.name, piece.start, &values[piece.at..piece.at + piece.len])?;
-            }
-        }
-        Ok(())
-    }
 }
 
 pub(crate) fn write_rounded(
@@ -95,12 +69,4 @@ fn rounded<T: Copy + Default + Send>(values: &[f32], round: fn(f32) -> T) -> Vec
         }
     });
     out
-}
-
-fn read_f32(device: &dyn Device, stream: &Stream, src: &Buffer) -> Result<Vec<f32>> {
-    Ok(match src.dtype() {
-        Dtype::Bf16 => device.read_vec::<bf16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
-        Dtype::F16 => device.read_vec::<f16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
-        _ => device.read_vec(stream, src)?,
-    })
 }

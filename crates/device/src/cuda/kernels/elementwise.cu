@@ -88,10 +88,6 @@ extern "C" __global__ void reciprocal(const float* src, float* dst, i64 n) {
     }
 }
 
-// out = [norm, clip]. A norm that is not a number stays visible in both, as in PyTorch.
-extern "C" __global__ void clip_scale(const float* sum_squares, float max_norm, float* out) {
-    const float norm = sqrtf(sum_squares[0]);
-    const float clip = max_norm / (norm + 1e-6f);
-    out[0] = norm;
-    out[1] = max_norm == 0.0f ? 1.0f : (clip > 1.0f ? 1.0f : clip);
+extern "C" __global__ void multiply(const float* src, float* dst, i64 n) {
+    for (i64 i = global_thread(); i < n; i += global_threads()) dst[i] *= src[i];
 }

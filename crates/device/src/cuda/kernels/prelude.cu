@@ -1,8 +1,8 @@
 // What every kernel file starts with. NVRTC runs without headers, so the 16-bit floats are our own: plain
 // bits in memory, f32 in registers.
 //
-// Kernels take pointers, i64 and float arguments only: the host marshals every argument into eight bytes, and
-// with one integer type there is no width to get wrong.
+// Kernels take pointers, i64, float and double arguments only: the host marshals every argument into eight bytes,
+// and with one integer type there is no width to get wrong.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
