@@ -2,6 +2,7 @@
 
 use checkpoint::dcp::{self, Checkpoint, Item, Naming, Object, Part, State, Step, TensorSpec};
 use checkpoint::safetensors::File;
+use checkpoint::storage::Disk;
 use checkpoint::{Dtype, Error};
 use std::path::{Path, PathBuf};
 
@@ -113,6 +114,12 @@ impl Expected {
     /// Compares every part of every weight; `turn` brings what was read into our order.
     fn compare(&self, state: &State, turn: impl Fn(&str, Vec<f32>) -> Vec<f32>) {
         assert_eq!(state.step(), Some(2));
+        let betas = Object::Tuple(vec![Object::Float(0.9), Object::Float(0.95)]);
+        for (setting, value) in
+            [("lr", Object::Float(1e-2)), ("betas", betas), ("weight_decay", Object::Float(0.1))]
+        {
+            assert_eq!(state.setting("model.norm.weight", setting).unwrap(), Some(value), "{setting}");
+        }
         let parts = [(Part::Weight, ""), (Part::ExpAvg, ".exp_avg"), (Part::ExpAvgSq, ".exp_avg_sq")];
         for (name, _) in &self.weights {
             assert!(state.is_trained(name));
@@ -273,7 +280,9 @@ fn what_is_written_is_read_back_from_any_number_of_files() {
             out.copy_from_slice(&bytes[number][start as usize..][..out.len()]);
             Ok(())
         };
-        dcp::write(dir.path(), files, &specs, &objects, read).unwrap();
+        let written = dcp::write(&Disk, dir.path(), files, &specs, &objects, read).unwrap();
+        assert!(Checkpoint::open(dir.path()).is_err(), "it is not one before it is committed");
+        written.commit().unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         for (key, bytes) in ["model.a.b", "model.c", "optimizer.state.a.b.step"].iter().zip(&bytes) {
             checkpoint.verify(key).unwrap();
@@ -281,7 +290,7 @@ fn what_is_written_is_read_back_from_any_number_of_files() {
         }
         assert_eq!(checkpoint.number("optimizer.param_groups.0.lr").unwrap(), 1e-3);
         assert_eq!(checkpoint.metadata().items.len(), 6);
-        let again = dcp::write(dir.path(), files, &specs, &objects, read).unwrap_err();
+        let again = dcp::write(&Disk, dir.path(), files, &specs, &objects, read).unwrap_err();
         assert!(again.to_string().contains("already"), "{again}");
     }
 }

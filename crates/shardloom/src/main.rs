@@ -3,13 +3,14 @@
 
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
-use shardloom::bench::{self, StepBench};
-use shardloom::checkpoints::{self, Export};
+use shardloom::bench::{self, CheckpointBench, StepBench};
+use shardloom::checkpoints::{self, DcpExport, DcpImport, Export};
+use shardloom::devices::Inventory;
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
 use shardloom::show::{self, Sheet};
-use shardloom::{Generate, Result, Resume, Run};
+use shardloom::{Error, Generate, Result, Resume, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -26,6 +27,20 @@ enum Command {
     Train(TrainArgs),
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
+    /// Goes through the checklist before a long run: a few real steps, a checkpoint and back, memory, speed
+    Check {
+        /// The run's configuration
+        run: PathBuf,
+        /// How many ranks to start on this machine
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// How many steps to make
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(3..))]
+        steps: u64,
+        /// Overrides a key of the configuration, as in shard.strategy=grad
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(PlanArgs),
     /// Looks into checkpoints, proves them, converts them
@@ -39,6 +54,12 @@ enum Command {
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
+    /// Shows what this machine offers: cores, GPUs, libraries found and missing
+    Devices {
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Subcommand)]
@@ -62,9 +83,22 @@ enum Bench {
         #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
         group: String,
     },
+    /// Saving and loading a checkpoint, beside a plain write and read of as many bytes
+    Checkpoint {
+        /// tiny, 60m, 350m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// A folder on the disk to be measured
+        #[arg(long, default_value = ".")]
+        dir: PathBuf,
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+    },
     /// Whole training steps of a Llama with random weights and tokens
     Step {
-        /// tiny, 60m, 1b, 3b or 8b
+        /// tiny, 60m, 350m, 1b, 3b or 8b
         #[arg(long, default_value = "60m")]
         size: String,
         #[arg(long, default_value_t = 256)]
@@ -157,10 +191,13 @@ enum CheckpointCommand {
         /// A checkpoint, or a run's output folder, of which the last one is meant
         dir: PathBuf,
     },
-    /// Writes the weights of a checkpoint as a Hugging Face folder
+    /// Writes a checkpoint for other programs: its weights as a Hugging Face folder, or all of it for PyTorch
     Export {
         /// A checkpoint, or a run's output folder, of which the last one is meant
         dir: PathBuf,
+        /// hf: the weights as a Hugging Face folder; dcp: weights and AdamW's state as PyTorch's distributed checkpoint
+        #[arg(long, default_value = "hf", value_parser = ["hf", "dcp"])]
+        to: String,
         /// The folder to write
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
@@ -170,6 +207,26 @@ enum CheckpointCommand {
         /// Files have at most this many bytes
         #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = show::parse_bytes)]
         shard_size: usize,
+        /// With --to dcp: over how many files tensors are spread [default: as many as ranks wrote it]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+        files: Option<u32>,
+    },
+    /// Makes a checkpoint, to be resumed, of one that PyTorch, accelerate or torchtitan wrote
+    Import {
+        /// The folder with .metadata, or the one accelerate made
+        dir: PathBuf,
+        /// What it is: PyTorch's distributed checkpoint
+        #[arg(long, default_value = "dcp", value_parser = ["dcp"])]
+        from: String,
+        /// The model: a Hugging Face folder, or a config.json
+        #[arg(long, value_name = "PATH")]
+        model: PathBuf,
+        /// The folder to write
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Leaves the optimizer's state out: a folder to start from with model.path
+        #[arg(long)]
+        weights_only: bool,
     },
 }
 
@@ -249,6 +306,9 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Train(args) => reported(|| args.train()),
+        Command::Check { run, ranks, steps, set } => {
+            reported(|| shardloom::check(&Run::load(&run, &set)?, ranks as usize, steps))
+        }
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             let sheet = args.sheet()?;
@@ -257,12 +317,21 @@ fn run(cli: Cli) -> Result<()> {
         }
         Command::Checkpoint(command) => checkpoint(command),
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Devices { json } => {
+            let found = Inventory::take();
+            print!("{}", if json { format!("{}\n", found.json()) } else { found.text() });
+            Ok(())
+        }
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }
         Command::Bench(Bench::Collectives { ranks, group }) => {
             reported(|| bench::collectives(ranks as usize, &group))
         }
+        Command::Bench(Bench::Checkpoint { size, ranks, dir, rounds }) => reported(|| {
+            let (ranks, rounds) = (ranks as usize, rounds as usize);
+            bench::checkpoint(&CheckpointBench { size, ranks, dir, rounds })
+        }),
         Command::Bench(Bench::Step {
             size,
             seq,
@@ -359,7 +428,17 @@ fn checkpoint(command: CheckpointCommand) -> Result<()> {
             print!("{}", checkpoints::inspect(&dir, tensors, json)?);
         }
         CheckpointCommand::Verify { dir } => println!("{}", checkpoints::verify(&dir)?),
-        CheckpointCommand::Export { dir, out, dtype, shard_size } => {
+        CheckpointCommand::Export { dir, to, out, dtype, files, .. } if to == "dcp" => {
+            if dtype.is_some() {
+                return Err(Error::Config("--dtype is for --to hf: dcp has tensors as they are".into()));
+            }
+            let files = files.map(|files| files as usize);
+            eprintln!("{}", checkpoints::export_dcp(&DcpExport { dir, out, files })?);
+        }
+        CheckpointCommand::Import { dir, model, out, weights_only, .. } => {
+            eprintln!("{}", checkpoints::import_dcp(&DcpImport { dir, model, out, weights_only })?);
+        }
+        CheckpointCommand::Export { dir, out, dtype, shard_size, .. } => {
             let export = Export { dir, out, dtype, max_part_bytes: shard_size as u64 };
             eprintln!("{}", checkpoints::export(&export)?);
         }

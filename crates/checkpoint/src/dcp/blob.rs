@@ -2,7 +2,8 @@
 
 use super::pickle::{self, Class, Pickle, Value};
 use super::region::Region;
-use super::zip::{self, Draft, Entry};
+use super::write::Object;
+use super::zip::{self, Archive, Entry};
 use crate::safetensors::bytes_of;
 use crate::{Dtype, Error, Result};
 use std::path::Path;
@@ -11,6 +12,9 @@ type Read<T> = std::result::Result<T, String>;
 
 /// The pickle of a tensor has about 150 bytes, and that of a list of weights' names a few hundred kilobytes.
 const MAX_PICKLE_BYTES: u64 = 16 << 20;
+
+/// Objects read here are flat, or lists of flat ones.
+const MAX_DEPTH: usize = 8;
 
 /// More dimensions than torch has.
 const MAX_DIMS: usize = 64;
@@ -34,7 +38,7 @@ pub(crate) struct Checksum {
 }
 
 /// The directory and the pickle of a blob.
-struct Archive {
+struct Opened {
     entries: Vec<Entry>,
     /// The folder all entries lie in, with its slash.
     root: String,
@@ -42,7 +46,7 @@ struct Archive {
     has_checksums: bool,
 }
 
-impl Archive {
+impl Opened {
     fn open(region: &Region<'_>) -> Read<Self> {
         let entries = zip::directory(region)?;
         let entry = entries.iter().find(|entry| entry.name.ends_with("/data.pkl"));
@@ -57,7 +61,7 @@ impl Archive {
         if has_checksums && crc32fast::hash(&pickle) != entry.crc32 {
             return Err("damaged: its pickle does not have the checksum it claims".into());
         }
-        let archive = Archive { pickle, root, has_checksums, entries };
+        let archive = Opened { pickle, root, has_checksums, entries };
         if let Some(order) = archive.entry("byteorder").filter(|entry| entry.bytes <= 16) {
             let order = read_entry(region, order)?;
             if order != b"little" {
@@ -89,7 +93,7 @@ impl Tensor {
 
     /// Finds out what the blob at `region` holds, without reading its numbers.
     pub(crate) fn open(region: &Region<'_>) -> Read<Self> {
-        let archive = Archive::open(region)?;
+        let archive = Opened::open(region)?;
         let pickle = pickle::read(&archive.pickle)?;
         let Stored { dtype, storage, offset, shape, stride } =
             stored(&pickle).ok_or("its pickle is not that of a plain tensor")?;
@@ -111,14 +115,36 @@ impl Tensor {
     }
 }
 
-/// A number that was saved by itself.
-pub(crate) fn open_number(region: &Region<'_>) -> Read<f64> {
-    let archive = Archive::open(region)?;
-    match pickle::read(&archive.pickle)?.root {
-        Value::Int(value) => Ok(value as f64),
-        Value::Float(value) => Ok(value),
-        other => Err(format!("it is {other:?}, not a number")),
-    }
+/// An object that was saved by itself.
+pub(crate) fn open_object(region: &Region<'_>) -> Read<Object> {
+    let archive = Opened::open(region)?;
+    let pickle = pickle::read(&archive.pickle)?;
+    // What is shared in a pickle is not in what is made of it: neither depth nor number may run away.
+    let mut left = archive.pickle.len();
+    object(&pickle, pickle.root, MAX_DEPTH, &mut left)
+}
+
+fn object<'a>(pickle: &Pickle<'a>, value: Value<'a>, depth: usize, left: &mut usize) -> Read<Object> {
+    let text_bytes = if let Value::Str(text) = value { text.len() } else { 0 };
+    *left = left.checked_sub(1 + text_bytes).ok_or("it describes more than it holds")?;
+    Ok(match value {
+        Value::None => Object::None,
+        Value::Bool(value) => Object::Bool(value),
+        Value::Int(value) => Object::Int(value),
+        Value::Float(value) => Object::Float(value),
+        Value::Str(value) => Object::Text(value.to_string()),
+        _ => {
+            let depth = depth.checked_sub(1).ok_or("it is nested too deeply")?;
+            let mut all = |values: &[Value<'a>]| -> Read<Vec<Object>> {
+                values.iter().map(|value| object(pickle, *value, depth, left)).collect()
+            };
+            match (pickle.tuple(value), pickle.list(value)) {
+                (Some(values), _) => Object::Tuple(all(values)?),
+                (_, Some(values)) => Object::List(all(values)?),
+                _ => return Err("it is no plain number, text, tuple or list".into()),
+            }
+        }
+    })
 }
 
 struct Stored<'a> {
@@ -193,7 +219,7 @@ fn is_row_major(shape: &[usize], stride: &[usize]) -> bool {
 }
 
 /// The archive of a tensor to be written.
-pub(crate) fn draft_tensor(dtype: Dtype, shape: &[usize]) -> Read<Draft> {
+pub(crate) fn tensor_archive(dtype: Dtype, shape: &[usize]) -> Read<Archive> {
     let bytes = bytes_of(dtype, shape).filter(|bytes| *bytes < 1 << 32).ok_or("too large for one piece")?;
     let mut pickler = pickle::Pickler::new();
     let storage = Class::Storage(dtype);
@@ -214,12 +240,12 @@ pub(crate) fn draft_tensor(dtype: Dtype, shape: &[usize]) -> Read<Draft> {
         p.bool(false);
         p.call(Class::OrderedDict, |_| {});
     });
-    Ok(draft(pickler.finish(), Some(("archive/data/0".into(), bytes))))
+    Ok(archive(pickler.finish(), Some(("archive/data/0".into(), bytes))))
 }
 
 /// The archive of a pickle alone.
-pub(crate) fn draft(pickle: Vec<u8>, large: Option<(String, u64)>) -> Draft {
+pub(crate) fn archive(pickle: Vec<u8>, large: Option<(String, u64)>) -> Archive {
     let small = [("data.pkl", pickle), ("byteorder", b"little".to_vec()), ("version", b"3\n".to_vec())];
     let small = small.map(|(name, bytes)| (format!("archive/{name}"), bytes));
-    Draft::new(small.into(), large)
+    Archive::new(small.into(), large)
 }

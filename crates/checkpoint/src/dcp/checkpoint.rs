@@ -4,6 +4,7 @@ use super::blob::{self, Checksum, Tensor};
 use super::boxes::{Box as Within, Run, num_elements, prove_cover};
 use super::metadata::{Item, Location, Metadata, Piece, TensorItem};
 use super::region::Region;
+use super::write::Object;
 use crate::{Dtype, Error, Result};
 use std::collections::HashMap;
 use std::fs::File;
@@ -170,15 +171,25 @@ impl Checkpoint {
 
     /// A number saved as a tensor of one element, or by itself.
     pub fn number(&self, key: &str) -> Result<f64> {
-        let location = match self.metadata.items.get(key) {
-            Some(Item::Object(location)) => location,
-            Some(Item::Tensor(item)) if num_elements(&item.shape) == Some(1) => return self.scalar(key),
-            Some(Item::Tensor(_)) => return Err(self.entry_error(key, "it is not a single number")),
-            None => return Err(self.missing(key)),
+        match self.metadata.items.get(key) {
+            Some(Item::Tensor(item)) if num_elements(&item.shape) == Some(1) => self.scalar(key),
+            Some(Item::Tensor(_)) => Err(self.entry_error(key, "it is not a single number")),
+            _ => match self.object(key)? {
+                Object::Int(value) => Ok(value as f64),
+                Object::Float(value) => Ok(value),
+                other => Err(self.entry_error(key, format!("it is {other:?}, not a number"))),
+            },
+        }
+    }
+
+    /// A plain object that is no tensor.
+    pub fn object(&self, key: &str) -> Result<Object> {
+        let Some(Item::Object(location)) = self.metadata.items.get(key) else {
+            return Err(self.missing(key));
         };
         let file = self.file(location)?;
-        let number = blob::open_number(&region(&file, location));
-        number.map_err(|what| Error::entry(&self.file_path(location), key, what))
+        let object = blob::open_object(&region(&file, location));
+        object.map_err(|what| Error::entry(&self.file_path(location), key, what))
     }
 
     fn scalar(&self, key: &str) -> Result<f64> {

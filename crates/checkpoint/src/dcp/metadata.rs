@@ -275,3 +275,37 @@ impl Unplaced {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Many keys that all name one list of pieces, by the memo: few bytes that describe very much.
+    #[test]
+    fn a_pickle_that_describes_far_more_than_it_holds_is_refused() {
+        let class = |name: &str| {
+            [b"ctorch.distributed.checkpoint.metadata\n", name.as_bytes(), b"\n)\x81}("].concat()
+        };
+        let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+        let chunk = || {
+            let sizes = [text("offsets"), b"K\0\x85".to_vec(), text("sizes"), b"K\x01\x85".to_vec()].concat();
+            [class("ChunkStorageMetadata").as_slice(), &sizes, b"ubq\x01"].concat()
+        };
+        let tensor = |key: &str, chunks: &[u8]| {
+            let properties =
+                b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n)\x81ctorch\nfloat32\n\x85b"
+                    .to_vec();
+            let fields =
+                [text("properties"), properties, text("size"), b"M\xff\xff\x85".to_vec(), text("chunks")];
+            [text(key).as_slice(), &class("TensorStorageMetadata"), &fields.concat(), chunks, b"ub"].concat()
+        };
+        let list = [b"]q\x02(", chunk().as_slice(), &b"h\x01".repeat(5000), b"e"].concat();
+        let keys =
+            (0..5000).flat_map(|key| tensor(&key.to_string(), if key == 0 { &list } else { b"h\x02" }));
+        let body: Vec<u8> =
+            [text("state_dict_metadata"), b"}(".to_vec(), keys.collect(), b"u".to_vec()].concat();
+        let pickle = [b"\x80\x02", class("Metadata").as_slice(), &body, b"ub."].concat();
+        let text = Metadata::parse(Path::new(".metadata"), &pickle).unwrap_err().to_string();
+        assert!(text.contains("more pieces than the file has bytes"), "{text}");
+    }
+}

@@ -24,4 +24,4 @@ pub use blob::Tensor;
 pub use checkpoint::{Checkpoint, METADATA};
 pub use metadata::{Item, Location, Metadata, Piece, TensorItem};
 pub use state::{Naming, Part, State, Wanted};
-pub use write::{Object, Step, TensorSpec, write};
+pub use write::{Object, Step, TensorSpec, Unlisted, write};

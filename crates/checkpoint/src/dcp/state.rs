@@ -11,6 +11,7 @@
 
 use super::checkpoint::{Checkpoint, METADATA};
 use super::metadata::Item;
+use super::write::Object;
 use crate::{Dtype, Error, Result};
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -43,6 +44,8 @@ const ACCELERATE: [&str; 2] = ["pytorch_model_fsdp_0", "optimizer_0"];
 /// What a weight's tensors are called.
 #[derive(Debug)]
 struct Keys {
+    /// What the program calls the weight.
+    theirs: String,
     weight: String,
     /// Of weights that were trained: mean, square, step.
     optimizer: Option<[String; 3]>,
@@ -57,6 +60,8 @@ pub struct State {
     naming: usize,
     keys: BTreeMap<String, Keys>,
     step: Option<u64>,
+    /// What stands before the settings of the optimizer.
+    groups: Option<String>,
 }
 
 impl State {
@@ -68,7 +73,9 @@ impl State {
         let names = &namings[naming].names;
         let state_prefix = find_state(optimizer.as_ref().unwrap_or(&weights), names)?;
         let state_prefix = state_prefix.as_deref();
-        let mut state = State { weights, optimizer, naming, keys: BTreeMap::new(), step: None };
+        let groups = state_prefix.and_then(|prefix| prefix.strip_suffix("state."));
+        let groups = groups.map(|prefix| format!("{prefix}param_groups."));
+        let mut state = State { weights, optimizer, naming, keys: BTreeMap::new(), step: None, groups };
         for ((name, shape), theirs) in wanted.iter().zip(names) {
             let keys = state.keys_of(&prefix, state_prefix, theirs);
             state.check(&keys, shape)?;
@@ -85,7 +92,8 @@ impl State {
         // A weight that was frozen has none.
         let is_there =
             |keys: &[String; 3]| keys.iter().any(|key| self.moments().metadata().items.contains_key(key));
-        Keys { weight: format!("{prefix}{name}"), optimizer: state_prefix.map(keys).filter(is_there) }
+        let optimizer = state_prefix.map(keys).filter(is_there);
+        Keys { theirs: name.to_string(), weight: format!("{prefix}{name}"), optimizer }
     }
 
     fn check(&self, keys: &Keys, shape: &[usize]) -> Result<()> {
@@ -155,6 +163,26 @@ impl State {
     /// Whether the optimizer has a state for this weight: it was trained.
     pub fn is_trained(&self, name: &str) -> bool {
         self.keys.get(name).is_some_and(|keys| keys.optimizer.is_some())
+    }
+
+    /// A setting of the optimizer for this weight, as "lr"; `None` where there is none.
+    pub fn setting(&self, name: &str, setting: &str) -> Result<Option<Object>> {
+        let (Some(groups), Some(keys)) = (&self.groups, self.keys.get(name)) else { return Ok(None) };
+        let moments = self.moments();
+        let find = |key: String| {
+            moments.metadata().items.contains_key(&key).then(|| moments.object(&key)).transpose()
+        };
+        // Flattened by weights, or a list of groups that name theirs.
+        if let Some(found) = find(format!("{groups}{}.{setting}", keys.theirs))? {
+            return Ok(Some(found));
+        }
+        for number in 0.. {
+            let Some(Object::List(params)) = find(format!("{groups}{number}.params"))? else { break };
+            if params.iter().any(|param| matches!(param, Object::Text(text) if *text == keys.theirs)) {
+                return find(format!("{groups}{number}.{setting}"));
+            }
+        }
+        Ok(None)
     }
 
     /// The checkpoint and the key that hold a part of a weight.

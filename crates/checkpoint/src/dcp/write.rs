@@ -1,14 +1,12 @@
 //! Writing folders that `torch.distributed.checkpoint` loads.
 
-use super::blob::{draft, draft_tensor};
+use super::blob::{archive, tensor_archive};
 use super::checkpoint::METADATA;
 use super::pickle::{Class, Pickler};
-use super::zip::Draft;
+use super::zip::Archive;
 use crate::safetensors::bytes_of;
-use crate::storage::{Disk, Storage};
+use crate::storage::{Storage, Target};
 use crate::{Dtype, Error, Result};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Bytes that are in memory at once.
@@ -64,64 +62,134 @@ fn key_of(path: &[Step]) -> String {
     steps.collect::<Vec<_>>().join(".")
 }
 
-/// Where a piece will lie.
-struct Place {
-    offset: usize,
-    rows: usize,
+/// One blob of a file to be written.
+struct Blob {
+    archive: Archive,
+    /// The tensor, and its first byte that is here.
+    source: Option<(usize, u64)>,
+    /// Bytes of the tensor that are here.
+    bytes: u64,
     file: usize,
     start: u64,
-    bytes: u64,
+    len: u64,
+}
+
+/// The rows of a tensor that a blob holds.
+struct Rows {
+    first: usize,
+    count: usize,
+    blob: usize,
+}
+
+/// A folder whose blobs are written, and which is not a checkpoint yet.
+#[derive(Debug)]
+pub struct Unlisted<'a> {
+    storage: &'a dyn Storage,
+    dir: &'a Path,
+    metadata: Vec<u8>,
+}
+
+impl Unlisted<'_> {
+    /// Writes `.metadata` and renames it into place, which makes it a checkpoint.
+    pub fn commit(self) -> Result<()> {
+        let (path, temporary) = (self.dir.join(METADATA), self.dir.join(".metadata.tmp"));
+        let len = self.metadata.len() as u64;
+        let target = self.storage.create(&temporary, len).map_err(Error::io(&temporary, "create"))?;
+        target.write_at(&self.metadata, 0).map_err(Error::io(&temporary, "write to"))?;
+        target.sync().map_err(Error::io(&temporary, "sync"))?;
+        self.storage.rename(&temporary, &path).map_err(Error::io(&path, "rename into"))?;
+        self.storage.sync_dir(self.dir).map_err(Error::io(self.dir, "sync"))
+    }
 }
 
 /// Writes tensors and objects into a folder of `num_files` files, each tensor's rows spread over all of them as that
-/// many ranks of torch would have them. `read(number, byte_start, out)` gives the bytes of the tensor at `number`.
+/// many ranks of torch would have them. `read(number, byte_start, out)` gives the bytes of the tensor at `number`; each
+/// is asked for once.
 ///
-/// `.metadata` comes last, and is renamed into place: without it nobody takes the folder for a checkpoint.
-pub fn write(
-    dir: &Path,
+/// `.metadata` comes last, by [`Unlisted::commit`]: without it nobody takes the folder for a checkpoint.
+pub fn write<'a>(
+    storage: &'a dyn Storage,
+    dir: &'a Path,
     num_files: usize,
     tensors: &[TensorSpec],
     objects: &[(Vec<Step>, Object)],
     mut read: impl FnMut(usize, u64, &mut [u8]) -> Result<()>,
-) -> Result<()> {
-    std::fs::create_dir_all(dir).map_err(Error::io(dir, "make the folder"))?;
+) -> Result<Unlisted<'a>> {
+    storage.create_dir(dir).map_err(Error::io(dir, "create"))?;
     if dir.join(METADATA).exists() {
         return Err(Error::format(dir, "there is a checkpoint already; choose another folder, or remove it"));
     }
-    let num_files = num_files.max(1);
-    let mut tensor_places: Vec<Vec<Place>> = tensors.iter().map(|_| Vec::new()).collect();
-    let mut object_places = Vec::new();
-    for number in 0..num_files {
-        let mut file = Output::create(dir, number)?;
-        if number == 0 {
-            for (path, object) in objects {
-                object_places.push(file.object(&key_of(path), object)?);
-            }
+    let layout = Layout::new(dir, num_files.max(1), tensors, objects)?;
+    let mut buffer = Vec::new();
+    for (number, &bytes) in layout.file_bytes.iter().enumerate() {
+        let path = dir.join(file_name(number));
+        let target = storage.create(&path, bytes).map_err(Error::io(&path, "create"))?;
+        for blob in layout.blobs.iter().filter(|blob| blob.file == number) {
+            blob.write(&path, &*target, &mut buffer, &mut read)?;
         }
-        for (tensor, (spec, places)) in tensors.iter().zip(&mut tensor_places).enumerate() {
-            for (offset, rows) in rows_of(spec, num_files, number) {
-                places.push(file.piece(spec, offset, rows, |start, out| read(tensor, start, out))?);
-            }
-        }
-        file.file.sync_all().map_err(Error::io(&file.path, "sync"))?;
+        target.sync().map_err(Error::io(&path, "sync"))?;
     }
-    let objects: Vec<_> = objects.iter().map(|(path, _)| path).zip(object_places).collect();
-    let tensors: Vec<_> = tensors.iter().zip(tensor_places).collect();
-    write_last(dir, &metadata(&tensors, &objects))
-}
-
-/// The metadata, under a temporary name and then its own: a folder without it is no checkpoint.
-fn write_last(dir: &Path, bytes: &[u8]) -> Result<()> {
-    let (path, temporary) = (dir.join(METADATA), dir.join(format!("{METADATA}.tmp")));
-    let file = Disk.create(&temporary, bytes.len() as u64).map_err(Error::io(&temporary, "create"))?;
-    file.write_at(bytes, 0).map_err(Error::io(&temporary, "write to"))?;
-    file.sync().map_err(Error::io(&temporary, "sync"))?;
-    Disk.rename(&temporary, &path).map_err(Error::io(&path, "rename into"))?;
-    Disk.sync_dir(dir).map_err(Error::io(dir, "sync"))
+    Ok(Unlisted { storage, dir, metadata: layout.metadata(tensors, objects) })
 }
 
 fn file_name(number: usize) -> String {
     format!("__{number}_0.distcp")
+}
+
+/// Where everything will lie.
+struct Layout {
+    blobs: Vec<Blob>,
+    file_bytes: Vec<u64>,
+    /// Of each tensor.
+    rows: Vec<Vec<Rows>>,
+    /// Of each object: its blob.
+    objects: Vec<usize>,
+}
+
+impl Layout {
+    fn new(
+        dir: &Path,
+        num_files: usize,
+        tensors: &[TensorSpec],
+        objects: &[(Vec<Step>, Object)],
+    ) -> Result<Self> {
+        let mut layout = Layout {
+            blobs: Vec::new(),
+            file_bytes: vec![0; num_files],
+            rows: tensors.iter().map(|_| Vec::new()).collect(),
+            objects: Vec::new(),
+        };
+        for (_, object) in objects {
+            let mut pickler = Pickler::new();
+            put_object(&mut pickler, object);
+            let blob = layout.put(0, archive(pickler.finish(), None), None, 0);
+            layout.objects.push(blob);
+        }
+        for file in 0..num_files {
+            for (number, spec) in tensors.iter().enumerate() {
+                for (first, count) in rows_of(spec, num_files, file) {
+                    let sizes = sizes_of(&spec.shape, count);
+                    let archive = tensor_archive(spec.dtype, &sizes)
+                        .map_err(|what| Error::entry(dir, &key_of(&spec.path), what))?;
+                    let bytes = bytes_of(spec.dtype, &sizes).unwrap_or(0);
+                    let row_bytes = spec.shape.get(1..).and_then(|rest| bytes_of(spec.dtype, rest));
+                    let source = (number, first as u64 * row_bytes.unwrap_or(0));
+                    let blob = layout.put(file, archive, Some(source), bytes);
+                    layout.rows[number].push(Rows { first, count, blob });
+                }
+            }
+        }
+        Ok(layout)
+    }
+
+    /// Gives a blob the next place in a file; its number.
+    fn put(&mut self, file: usize, archive: Archive, source: Option<(usize, u64)>, bytes: u64) -> usize {
+        let start = self.file_bytes[file];
+        let len = archive.head(0).len() as u64 + bytes + archive.tail(0).len() as u64;
+        self.file_bytes[file] += len;
+        self.blobs.push(Blob { archive, source, bytes, file, start, len });
+        self.blobs.len() - 1
+    }
 }
 
 /// The rows of a tensor in one of the files, as (first, count): torch.chunk's share, in pieces that are not too large.
@@ -137,78 +205,32 @@ fn rows_of(spec: &TensorSpec, num_files: usize, number: usize) -> Vec<(usize, us
     (start..end).step_by(most).map(|first| (first, most.min(end - first))).collect()
 }
 
-/// A file of blobs, one after another.
-struct Output {
-    path: std::path::PathBuf,
-    file: File,
-    number: usize,
-    end: u64,
-    buffer: Vec<u8>,
-}
-
-impl Output {
-    fn create(dir: &Path, number: usize) -> Result<Self> {
-        let path = dir.join(file_name(number));
-        let file = File::create(&path).map_err(Error::io(&path, "create"))?;
-        Ok(Output { path, file, number, end: 0, buffer: Vec::new() })
-    }
-
-    fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        self.file.write_all_at(bytes, at).map_err(Error::io(&self.path, "write to"))
-    }
-
-    fn object(&mut self, key: &str, object: &Object) -> Result<Place> {
-        let mut pickler = Pickler::new();
-        put_object(&mut pickler, object);
-        self.blob(key, &draft(pickler.finish(), None), 0, 0, 0, |_, _| Ok(()))
-    }
-
-    fn piece(
-        &mut self,
-        spec: &TensorSpec,
-        offset: usize,
-        rows: usize,
-        mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
-    ) -> Result<Place> {
-        let key = key_of(&spec.path);
-        let sizes = sizes_of(&spec.shape, rows);
-        let draft = draft_tensor(spec.dtype, &sizes).map_err(|what| Error::entry(&self.path, &key, what))?;
-        let row_bytes = spec.shape.get(1..).and_then(|rest| bytes_of(spec.dtype, rest)).unwrap_or(0);
-        let first = offset as u64 * row_bytes;
-        let bytes = bytes_of(spec.dtype, &sizes).unwrap_or(0);
-        self.blob(&key, &draft, bytes, offset, rows, |start, out| read(first + start, out))
-    }
-
-    /// Writes an archive whose large entry of `bytes` bytes comes from `read`.
-    fn blob(
-        &mut self,
-        key: &str,
-        draft: &Draft,
-        bytes: u64,
-        offset: usize,
-        rows: usize,
-        mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
-    ) -> Result<Place> {
-        let (start, head_bytes) = (self.end, draft.head(0).len() as u64);
+impl Blob {
+    /// Writes the archive around what `read` gives.
+    fn write(
+        &self,
+        path: &Path,
+        target: &dyn Target,
+        buffer: &mut Vec<u8>,
+        read: &mut impl FnMut(usize, u64, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let put = |bytes: &[u8], at: u64| target.write_at(bytes, at).map_err(Error::io(path, "write to"));
+        let data = self.start + self.archive.head(0).len() as u64;
         let mut hasher = crc32fast::Hasher::new();
-        let mut buffer = std::mem::take(&mut self.buffer);
-        buffer.resize(BUFFER_BYTES.min(bytes) as usize, 0);
-        let mut done = 0;
-        while done < bytes {
-            let part = &mut buffer[..(bytes - done).min(BUFFER_BYTES) as usize];
-            read(done, part)?;
-            hasher.update(part);
-            self.write(part, start + head_bytes + done)?;
-            done += part.len() as u64;
+        if let Some((tensor, first)) = self.source {
+            buffer.resize(BUFFER_BYTES.min(self.bytes) as usize, 0);
+            let mut done = 0;
+            while done < self.bytes {
+                let part = &mut buffer[..(self.bytes - done).min(BUFFER_BYTES) as usize];
+                read(tensor, first + done, part)?;
+                hasher.update(part);
+                put(part, data + done)?;
+                done += part.len() as u64;
+            }
         }
-        self.buffer = buffer;
         let crc32 = hasher.finalize();
-        let tail = draft.tail(crc32);
-        self.write(&draft.head(crc32), start)?;
-        self.write(&tail, start + head_bytes + bytes)?;
-        self.end = start + head_bytes + bytes + tail.len() as u64;
-        debug_assert!(head_bytes + bytes < 1 << 32, "{key}");
-        Ok(Place { offset, rows, file: self.number, start, bytes: self.end - start })
+        put(&self.archive.head(crc32), self.start)?;
+        put(&self.archive.tail(crc32), data + self.bytes)
     }
 }
 
@@ -241,43 +263,48 @@ fn put_object(p: &mut Pickler, object: &Object) {
     }
 }
 
-/// The pickle of `Metadata`.
-fn metadata(tensors: &[(&TensorSpec, Vec<Place>)], objects: &[(&Vec<Step>, Place)]) -> Vec<u8> {
-    let mut pickler = Pickler::new();
-    pickler.instance(Class::Metadata, |p| {
-        p.dict(|p| {
-            p.text("state_dict_metadata");
+impl Layout {
+    /// The pickle of `Metadata`.
+    fn metadata(&self, tensors: &[TensorSpec], objects: &[(Vec<Step>, Object)]) -> Vec<u8> {
+        let mut pickler = Pickler::new();
+        pickler.instance(Class::Metadata, |p| {
             p.dict(|p| {
-                tensors.iter().for_each(|(spec, places)| put_entry(p, spec, places));
-                for (path, _) in objects {
-                    p.text(&key_of(path));
-                    p.bare(Class::BytesStorage);
-                }
-            });
-            p.text("planner_data");
-            p.dict(|p| {
-                let paths = tensors.iter().map(|(spec, _)| &spec.path);
-                for path in paths.chain(objects.iter().map(|(path, _)| *path)) {
-                    p.text(&key_of(path));
-                    p.tuple(|p| path.iter().for_each(|step| put_step(p, step)));
-                }
-            });
-            p.text("storage_data");
-            p.dict(|p| {
-                for (spec, places) in tensors {
-                    for place in places {
-                        put_place(p, &spec.path, Some(offsets_of(&spec.shape, place.offset)), place);
+                p.text("state_dict_metadata");
+                p.dict(|p| {
+                    tensors.iter().zip(&self.rows).for_each(|(spec, rows)| put_entry(p, spec, rows));
+                    for (path, _) in objects {
+                        p.text(&key_of(path));
+                        p.bare(Class::BytesStorage);
                     }
-                }
-                objects.iter().for_each(|(path, place)| put_place(p, path, None, place));
+                });
+                p.text("planner_data");
+                p.dict(|p| {
+                    let paths = tensors.iter().map(|spec| &spec.path);
+                    for path in paths.chain(objects.iter().map(|(path, _)| path)) {
+                        p.text(&key_of(path));
+                        p.tuple(|p| path.iter().for_each(|step| put_step(p, step)));
+                    }
+                });
+                p.text("storage_data");
+                p.dict(|p| {
+                    for (spec, rows) in tensors.iter().zip(&self.rows) {
+                        for rows in rows {
+                            let offsets = offsets_of(&spec.shape, rows.first);
+                            put_place(p, &spec.path, Some(&offsets), &self.blobs[rows.blob]);
+                        }
+                    }
+                    for ((path, _), blob) in objects.iter().zip(&self.objects) {
+                        put_place(p, path, None, &self.blobs[*blob]);
+                    }
+                });
+                p.text("storage_meta");
+                p.none();
+                p.text("version");
+                p.text("1.0.0");
             });
-            p.text("storage_meta");
-            p.none();
-            p.text("version");
-            p.text("1.0.0");
         });
-    });
-    pickler.finish()
+        pickler.finish()
+    }
 }
 
 fn put_step(p: &mut Pickler, step: &Step) {
@@ -288,7 +315,7 @@ fn put_step(p: &mut Pickler, step: &Step) {
 }
 
 /// A key and its `TensorStorageMetadata`.
-fn put_entry(p: &mut Pickler, spec: &TensorSpec, places: &[Place]) {
+fn put_entry(p: &mut Pickler, spec: &TensorSpec, rows: &[Rows]) {
     p.text(&key_of(&spec.path));
     p.instance(Class::TensorStorage, |p| {
         p.dict(|p| {
@@ -306,13 +333,13 @@ fn put_entry(p: &mut Pickler, spec: &TensorSpec, places: &[Place]) {
             p.size(&spec.shape);
             p.text("chunks");
             p.list(|p| {
-                for place in places {
+                for rows in rows {
                     p.instance(Class::Chunk, |p| {
                         p.dict(|p| {
                             p.text("offsets");
-                            p.size(&offsets_of(&spec.shape, place.offset));
+                            p.size(&offsets_of(&spec.shape, rows.first));
                             p.text("sizes");
-                            p.size(&sizes_of(&spec.shape, place.rows));
+                            p.size(&sizes_of(&spec.shape, rows.count));
                         });
                     });
                 }
@@ -322,14 +349,14 @@ fn put_entry(p: &mut Pickler, spec: &TensorSpec, places: &[Place]) {
 }
 
 /// A `MetadataIndex` and its `_StorageInfo`.
-fn put_place(p: &mut Pickler, path: &[Step], offsets: Option<Vec<usize>>, place: &Place) {
+fn put_place(p: &mut Pickler, path: &[Step], offsets: Option<&[usize]>, blob: &Blob) {
     p.instance(Class::Index, |p| {
         p.dict(|p| {
             p.text("fqn");
             p.text(&key_of(path));
             p.text("index");
             p.none();
-            if let Some(offsets) = &offsets {
+            if let Some(offsets) = offsets {
                 p.text("offset");
                 p.size(offsets);
             }
@@ -338,11 +365,11 @@ fn put_place(p: &mut Pickler, path: &[Step], offsets: Option<Vec<usize>>, place:
     p.instance(Class::StorageInfo, |p| {
         p.dict(|p| {
             p.text("relative_path");
-            p.text(&file_name(place.file));
+            p.text(&file_name(blob.file));
             p.text("offset");
-            p.int(place.start as i64);
+            p.int(blob.start as i64);
             p.text("length");
-            p.int(place.bytes as i64);
+            p.int(blob.len as i64);
         });
     });
 }

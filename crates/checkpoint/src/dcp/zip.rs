@@ -187,9 +187,9 @@ impl Entry {
 /// An archive to be written, whose entries' sizes are known and whose contents may come later.
 ///
 /// Small entries are given whole. One large entry, at a place aligned for memory maps, is left open: its bytes are
-/// written by whoever has them, and its checksum goes into [`Draft::head`] and [`Draft::tail`] afterwards.
+/// written by whoever has them, and its checksum goes into [`Archive::head`] and [`Archive::tail`] afterwards.
 #[derive(Debug)]
-pub(crate) struct Draft {
+pub(crate) struct Archive {
     small: Vec<(String, Vec<u8>)>,
     large: Option<(String, u64)>,
 }
@@ -197,9 +197,9 @@ pub(crate) struct Draft {
 /// Entries start at multiples of this, as torch's do.
 const ALIGN: u64 = 64;
 
-impl Draft {
+impl Archive {
     pub fn new(small: Vec<(String, Vec<u8>)>, large: Option<(String, u64)>) -> Self {
-        Draft { small, large }
+        Archive { small, large }
     }
 
     /// Everything before the large entry's bytes.
@@ -282,7 +282,7 @@ mod tests {
         let small =
             vec![("a/data.pkl".to_string(), b"pickle".to_vec()), ("a/version".into(), b"3\n".to_vec())];
         let data = b"0123456789";
-        let draft = Draft::new(small, Some(("a/data/0".into(), data.len() as u64)));
+        let draft = Archive::new(small, Some(("a/data/0".into(), data.len() as u64)));
         let crc32 = crc32fast::hash(data);
         let bytes = [draft.head(crc32), data.to_vec(), draft.tail(crc32)].concat();
         let whole = &bytes[..];

@@ -76,7 +76,7 @@ impl Target for Safetensors {
             head[..8].copy_from_slice(&length.to_le_bytes());
         }
         // Some keep their data, so that a changed header may still be taken.
-        let rest = if random.one_in(4) { &seed[header..] } else { &[] };
+        let rest = if random.one_in(16) { &seed[header..] } else { &[] };
         [&head, rest].concat()
     }
 
@@ -151,6 +151,17 @@ fn instruction(random: &mut Random) -> Vec<u8> {
     }
 }
 
+/// Another number for a small one wherever it stands, so that what says it twice still agrees with itself.
+fn everywhere(random: &mut Random, parts: &mut [Vec<u8>]) {
+    let numbers: Vec<Vec<u8>> = parts.iter().filter(|part| matches!(part[0], b'K' | b'M')).cloned().collect();
+    if numbers.is_empty() {
+        return;
+    }
+    let (old, new) = (random.pick(&numbers), number(random) >> random.below(64));
+    let new = [&[0x8a, 8][..], &new.to_le_bytes()].concat();
+    parts.iter_mut().filter(|part| *part == old).for_each(|part| *part = new.clone());
+}
+
 impl Pickles {
     fn new() -> Self {
         let seeds = ["dcp/boxes/.metadata", "dcp/app-tied/.metadata", "dcp/accelerate/optimizer_0/.metadata"];
@@ -164,12 +175,13 @@ impl Pickles {
         let mut parts = random.pick(&self.parts).clone();
         for _ in 0..=random.below(3) {
             let (at, other) = (random.below(parts.len()), random.below(parts.len()));
-            match random.below(6) {
-                0 => drop(parts.remove(at)),
-                1 => parts.insert(at, instruction(random)),
-                2 => parts[at] = instruction(random),
-                3 => parts.swap(at, other),
-                4 => parts[at] = parts[other].clone(),
+            match random.below(7) {
+                0 => everywhere(random, &mut parts),
+                1 => drop(parts.remove(at)),
+                2 => parts.insert(at, instruction(random)),
+                3 => parts[at] = instruction(random),
+                4 => parts.swap(at, other),
+                5 => parts[at] = parts[other].clone(),
                 _ => {
                     let argument = parts[at].len() - 1;
                     let value = number(random).to_le_bytes();
@@ -283,7 +295,14 @@ impl Blobs {
         let records: Vec<usize> =
             bytes.windows(2).enumerate().filter(|(_, two)| *two == b"PK").map(|(at, _)| at).collect();
         for _ in 0..=random.below(3) {
-            let at = random.pick(&records) + 2 + random.below(54);
+            let record = *random.pick(&records);
+            if random.one_in(3) && bytes.len() > record + 28 {
+                // Both sizes of an entry alike.
+                let size = (number(random) as u32).to_le_bytes();
+                bytes[record + 20..record + 28].copy_from_slice(&[size, size].concat());
+                continue;
+            }
+            let at = record + 2 + random.below(54);
             let width = *random.pick(&[1usize, 2, 4, 8]);
             let end = (at + width).min(bytes.len());
             if at < end {

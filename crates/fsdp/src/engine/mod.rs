@@ -3,6 +3,7 @@
 mod blame;
 mod eval;
 mod fill;
+mod first;
 mod gather;
 mod hand;
 mod offload;
@@ -115,6 +116,8 @@ struct Fixed {
     scalars: Scalars,
     /// One per schedule, over one region.
     arenas: Vec<Arena>,
+    /// That region, but for an engine that is only traced.
+    room: Option<Arc<dyn Memory>>,
 }
 
 /// What is in the engine's hands while it walks a schedule.
@@ -177,7 +180,9 @@ impl Engine {
         agree_on_products(&*device, &plan, &groups, &region)?;
         let arenas =
             plan.placements.iter().map(|placed| Arena::replay(region.clone(), placed.clone())).collect();
-        Self::with_arenas(device, plan, model, groups, arenas)
+        let mut engine = Self::with_arenas(device, plan, model, groups, arenas)?;
+        engine.fixed.room = Some(region);
+        Ok(engine)
     }
 
     pub(crate) fn with_arenas(
@@ -210,6 +215,7 @@ impl Engine {
             batch,
             scalars,
             arenas,
+            room: None,
         };
         let walk = Walk::new(fixed.plan.layout.units.len());
         let mut engine = Engine { walk, fixed, issued: VecDeque::new(), seed: 0 };

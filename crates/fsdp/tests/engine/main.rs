@@ -2,6 +2,7 @@
 
 mod after_forward;
 mod blame;
+mod first;
 mod gpu;
 mod hand;
 mod harness;

@@ -167,11 +167,7 @@ impl Export {
 /// Writes the weights of a checkpoint as a Hugging Face folder of their own, a few megabytes at a time.
 pub fn export(export: &Export) -> Result<String> {
     let reader = Reader::open(find_in(&export.dir)?)?;
-    let out = std::path::absolute(&export.out).map_err(|e| Error::file(&export.out, e))?;
-    if out.exists() && !out.join(checkpoint::manifest::MANIFEST).exists() {
-        let what = "it is there already, and is no folder that was written here; name a new one";
-        return Err(Error::Config(format!("--out {}: {what}", export.out.display())));
-    }
+    let out = folder_to_write(&export.out)?;
     if let Some((name, info)) = reader.weights().find(|(_, info)| !is_float(info.dtype)) {
         return Err(Error::file(
             reader.dir(),
@@ -198,6 +194,16 @@ pub fn export(export: &Export) -> Result<String> {
     draft.commit([receipt], &plain, Label::now(reader.manifest().step, 1))?;
     let size = show::bytes(plan.data_bytes() as usize);
     Ok(format!("wrote {}: {} in {} files of weights", export.out.display(), size.trim(), plan.parts().len()))
+}
+
+/// A folder that is not there yet, or one that was written here and will be replaced.
+pub(super) fn folder_to_write(out: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(out).map_err(|e| Error::file(out, e))?;
+    if path.exists() && !path.join(checkpoint::manifest::MANIFEST).exists() {
+        let what = "it is there already, and is no folder that was written here; name a new one";
+        return Err(Error::Config(format!("--out {}: {what}", out.display())));
+    }
+    Ok(path)
 }
 
 /// Copies one weight, in another dtype if need be.

@@ -35,6 +35,13 @@ pub struct Model {
     pub init_seed: Option<u64>,
     #[serde(default)]
     pub freeze: Vec<String>,
+    /// Who reads the weights.
+    #[serde(default = "auto")]
+    pub load: String,
+}
+
+fn auto() -> String {
+    "auto".into()
 }
 
 #[derive(Debug, Deserialize, Serialize)]

@@ -21,6 +21,17 @@ pub enum ModelSource {
     Seed(u64),
 }
 
+/// Who reads a folder's weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// Each rank where all have the folder, else rank 0.
+    Auto,
+    /// Each rank its own part.
+    Each,
+    /// Rank 0, which sends the others theirs.
+    First,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
     Auto,
@@ -116,6 +127,7 @@ pub enum Length {
 pub struct Run {
     pub source: ModelSource,
     pub config: Config,
+    pub load: Load,
     /// Names of weights that stay as they are.
     pub freeze: Vec<glob::Pattern>,
     /// The text of the model's config.json, as it goes into the final folder.
@@ -158,6 +170,8 @@ pub struct Run {
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
+    /// Ends before its time, after this step.
+    pub stop_after: Option<u64>,
     /// The configuration itself, defaults filled in: checkpoints take it along.
     pub given: serde_json::Value,
 }
@@ -209,6 +223,11 @@ impl Run {
         Ok(Run {
             source,
             config,
+            load: choose(
+                "model.load",
+                &raw.model.load,
+                &[("auto", Load::Auto), ("each", Load::Each), ("rank0", Load::First)],
+            )?,
             freeze: freeze(&raw.model.freeze)?,
             config_text,
             data,
@@ -275,6 +294,7 @@ impl Run {
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+            stop_after: None,
             given,
         })
     }
@@ -387,14 +407,19 @@ fn model(raw: &raw::Model) -> Result<(ModelSource, String)> {
             let text = std::fs::read_to_string(&file).map_err(|e| Error::file(&file, e))?;
             Ok((ModelSource::Folder(path), text))
         }
-        (None, Some(config)) => {
+        (path, Some(config)) => {
             let text = match config {
                 toml::Value::String(path) => {
                     std::fs::read_to_string(path).map_err(|e| Error::file(path, e))?
                 }
                 table => serde_json::to_string_pretty(table).map_err(|e| Error::Config(e.to_string()))?,
             };
-            Ok((ModelSource::Seed(raw.init_seed.unwrap_or(0)), text))
+            let source = match path {
+                // With a configuration of its own, for machines that do not have the folder.
+                Some(path) => ModelSource::Folder(path.into()),
+                None => ModelSource::Seed(raw.init_seed.unwrap_or(0)),
+            };
+            Ok((source, text))
         }
         _ => wrong("model: give either path (a Hugging Face folder) or config (with init_seed)"),
     }
@@ -412,6 +437,21 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     }
     let decay = choose("optimizer.decay", &raw.decay, &[("all", Decay::All), ("matrices", Decay::Matrices)])?;
     Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
+}
+
+/// The optimizer's settings and learning rates, of the first step and of the one after `step`, in a run as a checkpoint
+/// has it. `None` where it has none.
+pub(crate) fn optimizer_at(given: &serde_json::Value, step: u64) -> Result<Option<(AdamW, [f64; 2])>> {
+    let Some(optimizer) = given.get("optimizer") else { return Ok(None) };
+    let unreadable = |e: serde_json::Error| Error::Config(format!("the optimizer in state.json: {e}"));
+    let optimizer: raw::Optimizer = serde_json::from_value(optimizer.clone()).map_err(unreadable)?;
+    let schedule =
+        given.get("schedule").cloned().map(serde_json::from_value).transpose().map_err(unreadable)?;
+    let schedule = lr_schedule(&optimizer, &schedule.unwrap_or_default())?;
+    // The length of a run by epochs is not known here; nor is then where its schedule stands.
+    let steps = given.pointer("/train/steps").and_then(serde_json::Value::as_u64);
+    let lr = steps.map_or(optimizer.lr, |steps| schedule.lr(step + 1, steps));
+    Ok(Some((adamw(&optimizer)?, [optimizer.lr, lr])))
 }
 
 fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSchedule> {
