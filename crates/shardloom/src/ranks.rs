@@ -16,12 +16,14 @@ use fsdp::Groups;
 use std::sync::Arc;
 
 /// One rank's place: which it is, its device, and whom it works with.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Seat {
     pub rank: usize,
     pub ranks: usize,
     pub device: Arc<dyn Device>,
     pub groups: Groups,
+    /// All ranks once more, for the threads that save checkpoints beside training.
+    pub saving: Arc<dyn Group>,
     /// What the device holds beside our own regions, where it can tell.
     pub overhead: Option<Overhead>,
 }
@@ -125,7 +127,8 @@ fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>)
         nccl_bytes: both.saturating_sub(context_bytes),
     });
     meeting.exchange(&[], "groups measured")?;
-    body(Seat { rank, ranks, device, groups, overhead })?;
+    let saving = saving(run, launched, &store)?;
+    body(Seat { rank, ranks, device, groups, saving, overhead })?;
     Ok(store.finish(run.timeout)?)
 }
 
@@ -154,7 +157,8 @@ fn on_own_cores(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()
         let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
         Ok(join(store.clone(), name, place(members, rank), members.len(), run.timeout)?)
     })?;
-    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    let saving = saving(run, launched, &store)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     Ok(store.finish(run.timeout)?)
 }
 
@@ -171,7 +175,8 @@ fn on_mpi(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()>) -> Result<
     }
     let groups = grid(run, rank, ranks, |name, members| Ok(mpi.join(name, members, run.timeout)?))?;
     let world = groups.world.clone();
-    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), run.timeout)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     world.barrier("the end")?;
     mpi.finish();
     Ok(())
@@ -190,6 +195,14 @@ fn joined(run: &Run, launched: &Launched) -> Result<Arc<Store>> {
     let store = Arc::new(store::join(rank, world, launched.meeting_point()?, run.timeout)?);
     meeting::meet(&store, rank, world, run.timeout)?;
     Ok(store)
+}
+
+/// The ranks of several processes once more, on the host.
+fn saving(run: &Run, launched: &Launched, store: &Arc<Store>) -> Result<Arc<dyn Group>> {
+    let Launched { rank, world, local_world, .. } = *launched;
+    let over_sockets = run.group == GroupChoice::Tcp || local_world < world;
+    let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
+    Ok(join(store.clone(), "checkpoints", rank, world, run.timeout)?)
 }
 
 /// A rank's groups in a grid of `replicate` rows, a unit being divided among the ranks of a row. `join` is given a
@@ -247,14 +260,16 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     if ranks == 1 {
         return body(alone(Arc::new(Cpu::new())));
     }
-    let groups = local_groups(run, ranks)?;
+    let groups = local_groups(run, ranks)?.into_iter();
+    let saving = comm::local::group("checkpoints", ranks, run.timeout);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = groups
-            .into_iter()
+            .zip(saving)
             .enumerate()
-            .map(|(rank, groups)| {
+            .map(|(rank, (groups, saving))| {
                 let body = &body;
-                let seat = move || Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None };
+                let device = || Arc::new(Cpu::new());
+                let seat = move || Seat { rank, ranks, device: device(), groups, saving, overhead: None };
                 scope.spawn(move || body(seat()))
             })
             .collect();
@@ -288,8 +303,8 @@ fn alone(device: Arc<dyn Device>) -> Seat {
         }
         _ => None,
     };
-    let groups = Groups::all(Arc::new(Solo::new("solo", device.clone())));
-    Seat { rank: 0, ranks: 1, device, groups, overhead }
+    let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
+    Seat { rank: 0, ranks: 1, device, groups: Groups::all(solo.clone()), saving: solo, overhead }
 }
 
 /// Of several ranks' failures, the one that is not only the echo of another's end.

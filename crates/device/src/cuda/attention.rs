@@ -1,4 +1,5 @@
-//! Attention: cuDNN's where it is there and takes the shape, and the plain kernel that always can.
+//! Attention: cuDNN's where it is there and takes the shape, our own on the tensor cores (`flash`), and the plain
+//! kernel that always can.
 
 use super::device::{Cuda, aligned, expect, float};
 use super::module::{Arg, Launch, args};
@@ -9,7 +10,18 @@ use crate::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, D
 /// Threads of a block in `attention.cu`.
 const BLOCK: usize = 256;
 /// A grid's second side ends here.
-const MAX_TILES: usize = 65_535;
+pub(super) const MAX_TILES: usize = 65_535;
+
+/// Which kernels may compute attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionKernels {
+    /// cuDNN's where it is there and takes the shape, else our own.
+    Any,
+    /// Our own: on the tensor cores where they take the shape, else the plain one.
+    Own,
+    /// The plain one alone: the oracle on the GPU.
+    Plain,
+}
 
 impl Cuda {
     pub(super) fn attention(&self, stream: &Stream, a: &Attention<'_>) -> Result<()> {
@@ -20,8 +32,9 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        let fused = self.cudnn().map_or(Ok(false), |cudnn| cudnn.forward(stream.handle(), a))?;
-        if fused { Ok(()) } else { self.attention_plain(stream, a, dtype) }
+        let done = self.cudnn().map_or(Ok(false), |cudnn| cudnn.forward(stream.handle(), a))?
+            || self.has_flash() && self.flash(stream, a)?;
+        if done { Ok(()) } else { self.attention_plain(stream, a, dtype) }
     }
 
     pub(super) fn attention_grad(&self, stream: &Stream, a: &AttentionGrad<'_>) -> Result<()> {
@@ -35,8 +48,9 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        let fused = self.cudnn().map_or(Ok(false), |cudnn| cudnn.backward(stream.handle(), a))?;
-        if fused { Ok(()) } else { self.attention_grad_plain(stream, a, dtype) }
+        let done = self.cudnn().map_or(Ok(false), |cudnn| cudnn.backward(stream.handle(), a))?
+            || self.has_flash() && self.flash_grad(stream, a)?;
+        if done { Ok(()) } else { self.attention_grad_plain(stream, a, dtype) }
     }
 
     /// New keys and values into the cache; then what a first pass needs is in `qkv` itself, and later ones read
@@ -76,7 +90,8 @@ impl Cuda {
         let name = format!("attention_{dtype}_{}", tiles.head_dim);
         let vector = aligned(&[a.qkv]) && s.head_dim.is_multiple_of(8);
         let mut values = args![a.qkv, a.document_start, a.out, a.lse].to_vec();
-        values.extend(shape_args(s, vector));
+        values.extend(shape_args(s));
+        values.extend(args![vector]);
         self.launch(stream, program(dtype), &name, launch, &values)
     }
 
@@ -85,11 +100,8 @@ impl Cuda {
     fn attention_grad_plain(&self, stream: &Stream, a: &AttentionGrad<'_>, dtype: Dtype) -> Result<()> {
         let op = "attention_grad";
         let (s, tiles) = (&a.shape, Tiles::for_head(op, a.shape.head_dim)?);
+        let sums = row_sums(op, a)?;
         let items = s.tokens() * s.heads;
-        let sums = a.scratch.cast_bits(Dtype::U8)?.slice(0, (items * 4).min(a.scratch.num_bytes()))?;
-        let sums = sums.cast_bits(Dtype::F32)?;
-        sums.expect_len(op, "scratch", items)?;
-
         let blocks = items.div_ceil(BLOCK / 32).min(self.context.multiprocessors as usize * 32);
         let name = format!("attention_row_sums_{dtype}");
         let values = args![a.out, a.dout, &sums, s.tokens(), s.seq, s.heads, s.head_dim];
@@ -97,7 +109,8 @@ impl Cuda {
 
         let vector = aligned(&[a.qkv, a.dout]) && s.head_dim.is_multiple_of(8);
         let mut values = args![a.qkv, a.document_start, a.lse, a.dout, &sums, a.dqkv].to_vec();
-        values.extend(shape_args(s, vector));
+        values.extend(shape_args(s));
+        values.extend(args![vector]);
         let floats = tiles.grad_floats();
         for (side, heads) in [("query", s.heads), ("key_value", s.kv_heads)] {
             let launch = tiles.launch(op, s, heads, tiles.grad_resident, floats)?;
@@ -135,10 +148,18 @@ fn check_inputs(
     Ok(dtype)
 }
 
-/// The arguments with which all attention kernels end.
-fn shape_args(s: &AttentionShape, vector: bool) -> [Arg; 7] {
-    let window = s.window.unwrap_or(0);
-    *args![s.seq, s.heads, s.kv_heads, s.head_dim, window, s.scale(), vector]
+/// The start of the scratch as one f32 for each query and head.
+pub(super) fn row_sums(op: &'static str, a: &AttentionGrad<'_>) -> Result<Buffer> {
+    let items = a.shape.tokens() * a.shape.heads;
+    let sums = a.scratch.cast_bits(Dtype::U8)?.slice(0, (items * 4).min(a.scratch.num_bytes()))?;
+    let sums = sums.cast_bits(Dtype::F32)?;
+    sums.expect_len(op, "scratch", items)?;
+    Ok(sums)
+}
+
+/// The arguments that follow the buffers of all attention kernels.
+pub(super) fn shape_args(s: &AttentionShape) -> [Arg; 6] {
+    *args![s.seq, s.heads, s.kv_heads, s.head_dim, s.window.unwrap_or(0), s.scale()]
 }
 
 /// Sizes of the tiles for heads up to `head_dim`, as instantiated at the end of `attention.cu`.

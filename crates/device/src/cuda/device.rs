@@ -1,5 +1,6 @@
 //! One GPU as a [`Device`].
 
+use super::attention::AttentionKernels;
 use super::cudnn::{Cudnn, QuerySum};
 use super::driver::{Context, DeviceMemory, check};
 use super::gemm::MatrixProducts;
@@ -11,8 +12,8 @@ use super::stream::Stream;
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
     CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
-    SumLoss, Swiglu, SwigluGrad,
+    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -24,8 +25,9 @@ pub struct Cuda {
     products: MatrixProducts,
     modules: Modules,
     staging: Staging,
-    /// None where cuDNN is missing or too old: the plain kernel then computes attention.
+    /// None where cuDNN is missing or too old.
     cudnn: Option<Cudnn>,
+    attention: AttentionKernels,
     profile: Profile,
 }
 
@@ -49,9 +51,11 @@ impl Cuda {
         context.enter()?;
         let profile = Profile::Cuda { deterministic: sums == Sums::Ordered };
         let workspace = DeviceMemory::new(&context, profile.workspace_bytes(), "the workspace of cuBLASLt")?;
+        library::load_cudnn();
         let query_sum = if sums == Sums::Ordered { QuerySum::Ordered } else { QuerySum::Atomic };
         Ok(Cuda {
             cudnn: Cudnn::load().ok().map(|cudnn| cudnn.with_query_sum(query_sum)),
+            attention: AttentionKernels::Any,
             profile,
             products: MatrixProducts::new(&context, workspace)?,
             modules: Modules::new(&context),
@@ -69,13 +73,22 @@ impl Cuda {
         self.context.arch
     }
 
-    /// The same without cuDNN: attention is then always the plain kernel's, the oracle on the GPU.
-    pub fn without_cudnn(self) -> Self {
-        Cuda { cudnn: None, ..self }
+    /// The same with a choice of kernels for attention.
+    pub fn with_attention(self, attention: AttentionKernels) -> Self {
+        Cuda { attention, ..self }
     }
 
     pub(super) fn cudnn(&self) -> Option<&Cudnn> {
-        self.cudnn.as_ref()
+        self.cudnn.as_ref().filter(|_| self.attention == AttentionKernels::Any)
+    }
+
+    /// Whether attention may run on the tensor cores by our own kernels.
+    pub(super) fn has_flash(&self) -> bool {
+        self.attention != AttentionKernels::Plain
+    }
+
+    pub(super) fn products(&self) -> &MatrixProducts {
+        &self.products
     }
 
     /// Makes the GPU's primary context the calling thread's, as libraries that issue work themselves expect.
@@ -153,8 +166,12 @@ impl Device for Cuda {
     }
 
     fn name(&self) -> String {
-        let cudnn = if self.cudnn.is_some() { "" } else { ", no cuDNN" };
-        format!("cuda:{} ({}{cudnn})", self.context.ordinal, self.context.name)
+        let attention = match self.attention {
+            AttentionKernels::Plain => ", plain attention",
+            _ if self.cudnn().is_none() => ", no cuDNN",
+            _ => "",
+        };
+        format!("cuda:{} ({}{attention})", self.context.ordinal, self.context.name)
     }
 
     fn alloc(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
@@ -202,6 +219,25 @@ impl Device for Cuda {
         }
         stream.synchronize()
     }
+
+    /// With sums in a fixed order nothing depends on the clock: the library's first suggestion is taken.
+    fn choose(
+        &self,
+        stream: &crate::Stream,
+        products: &[ProductShape],
+        room: &Arc<dyn Memory>,
+    ) -> Result<String> {
+        match self.profile {
+            Profile::Cuda { deterministic: false } if Stream::can_time() => {
+                self.choose_products(self.stream_of("choose", stream)?, products, room)
+            }
+            _ => Ok(String::new()),
+        }
+    }
+
+    fn adopt(&self, choices: &str) {
+        self.adopt_products(choices);
+    }
 }
 
 macro_rules! delegate {
@@ -237,6 +273,7 @@ impl Kernels for Cuda {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
     );
 
     fn gemm(&self, stream: &crate::Stream, args: &Gemm<'_>) -> Result<()> {
@@ -285,14 +322,8 @@ impl Kernels for Cuda {
         self.reciprocal(self.stream_of("reciprocal", stream)?, src, dst)
     }
 
-    fn clip_scale(
-        &self,
-        stream: &crate::Stream,
-        sum_squares: &Buffer,
-        max_norm: f32,
-        out: &Buffer,
-    ) -> Result<()> {
-        self.clip_scale(self.stream_of("clip_scale", stream)?, sum_squares, max_norm, out)
+    fn multiply(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.multiply(self.stream_of("multiply", stream)?, src, dst)
     }
 }
 

@@ -22,10 +22,20 @@ pub(super) struct Program {
 /// Rounding happens where the source says: products are not fused into sums behind its back.
 const AS_WRITTEN: &[&str] = &["--fmad=false"];
 
+/// One type and size of heads a program: most runs need one of them.
+macro_rules! flash {
+    ($dtype:literal, $head_dim:literal) => {
+        [concat!("--define-macro=FLASH_TYPE=", $dtype), concat!("--define-macro=FLASH_HEAD_DIM=", $head_dim)]
+    };
+}
+
 macro_rules! programs {
-    ($($constant:ident = $name:literal, $file:literal, $options:expr;)*) => {
-        $(pub(super) static $constant: Program =
-            Program { name: $name, text: include_str!(concat!("kernels/", $file)), options: $options };)*
+    ($($constant:ident = $name:literal, $($file:literal)+, $options:expr;)*) => {
+        $(pub(super) static $constant: Program = Program {
+            name: $name,
+            text: concat!($(include_str!(concat!("kernels/", $file))),+),
+            options: $options,
+        };)*
 
         #[cfg(test)]
         static ALL: &[&Program] = &[$(&$constant),*];
@@ -34,13 +44,21 @@ macro_rules! programs {
 programs! {
     ACTIVATION = "activation", "activation.cu", AS_WRITTEN;
     ADAMW = "adamw", "adamw.cu", AS_WRITTEN;
-    ATTENTION_F32 = "attention_f32", "attention.cu", &["--define-macro=ATTENTION_F32"];
-    ATTENTION_BF16 = "attention_bf16", "attention.cu", &["--define-macro=ATTENTION_BF16"];
-    ATTENTION_F16 = "attention_f16", "attention.cu", &["--define-macro=ATTENTION_F16"];
+    ATTENTION_F32 = "attention_f32", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_F32"];
+    ATTENTION_BF16 = "attention_bf16", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_BF16"];
+    ATTENTION_F16 = "attention_f16", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_F16"];
     BIAS = "bias", "bias.cu", AS_WRITTEN;
     CACHE = "cache", "cache.cu", &[];
     ELEMENTWISE = "elementwise", "elementwise.cu", AS_WRITTEN;
     EMBEDDING = "embedding", "embedding.cu", AS_WRITTEN;
+    FLASH_BF16_64 = "flash_bf16_64", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "64");
+    FLASH_BF16_80 = "flash_bf16_80", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "80");
+    FLASH_BF16_96 = "flash_bf16_96", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "96");
+    FLASH_BF16_128 = "flash_bf16_128", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "128");
+    FLASH_F16_64 = "flash_f16_64", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "64");
+    FLASH_F16_80 = "flash_f16_80", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "80");
+    FLASH_F16_96 = "flash_f16_96", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "96");
+    FLASH_F16_128 = "flash_f16_128", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("f16", "128");
     HEAD_NORM = "head_norm", "head_norm.cu", AS_WRITTEN;
     LAYER_NORM = "layer_norm", "layer_norm.cu", AS_WRITTEN;
     LOSS = "loss", "loss.cu", AS_WRITTEN;
@@ -98,7 +116,7 @@ fn supported_archs() -> Result<Vec<u32>> {
     Ok(archs.into_iter().map(|arch| arch as u32).collect())
 }
 
-fn version() -> Result<(c_int, c_int)> {
+pub(super) fn version() -> Result<(c_int, c_int)> {
     library::nvrtc_ready()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the pointers are to locals.
@@ -216,8 +234,13 @@ impl Program {
     fn cache_path(&self, target: Target) -> Option<PathBuf> {
         let (major, minor) = version().ok()?;
         let key = format!("{}\n{}\n{major}.{minor}", self.source(), self.all_options(target).join(" "));
-        Some(cache_folder()?.join(format!("{}-{:016x}{:016x}.bin", self.name, hash(&key, 0), hash(&key, 1))))
+        cache_path(self.name, &key, "bin")
     }
+}
+
+/// A file of the cache, named by everything that decides its contents. None where there is no place for a cache.
+pub(super) fn cache_path(name: &str, key: &str, extension: &str) -> Option<PathBuf> {
+    Some(cache_folder()?.join(format!("{name}-{:016x}{:016x}.{extension}", hash(key, 0), hash(key, 1))))
 }
 
 type Images = HashMap<(&'static str, Target), Arc<[u8]>>;
@@ -245,8 +268,8 @@ fn hash(text: &str, seed: u64) -> u64 {
     text.bytes().fold(start, |h, byte| (h ^ byte as u64).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// Keeps an image for the next process. A cache that cannot be written is no error: it costs seconds.
-fn store(path: &Path, image: &[u8]) {
+/// Keeps bytes for the next process. A cache that cannot be written is no error: it costs seconds.
+pub(super) fn store(path: &Path, image: &[u8]) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let unique = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let temporary = path.with_extension(format!("{unique}.tmp"));
@@ -273,8 +296,10 @@ mod tests {
         }
         for arch in [80, 90, 100] {
             for program in ALL {
-                // The three attentions are one source and slow to compile: all of them for one GPU is enough.
-                if arch != 90 && program.text == ATTENTION_BF16.text && program.name != ATTENTION_BF16.name {
+                // Attentions are few sources for many types and sizes, and slow to compile: all of them for
+                // one GPU is enough.
+                let same = |other: &Program| program.text == other.text && program.name != other.name;
+                if arch != 90 && (same(&ATTENTION_BF16) || same(&FLASH_BF16_128)) {
                     continue;
                 }
                 let image = program.compile(Target::Machine(arch)).unwrap();

@@ -147,6 +147,11 @@ impl Stream {
         let _ = self.inner.context.void.set(why.to_string());
     }
 
+    /// Whether the driver can tell times between points (from CUDA 12.8 on).
+    pub(super) fn can_time() -> bool {
+        library::driver_has("cuEventElapsedTime_v2")
+    }
+
     /// Marks a point whose time can be asked for later.
     pub fn record_timed(&self) -> Result<TimedEvent> {
         let event = EventHandle::record(self, sys::CUevent_flags::CU_EVENT_DEFAULT)?;
@@ -182,7 +187,7 @@ impl TimedEvent {
     pub fn elapsed_ms(&self, end: &TimedEvent) -> Result<f32> {
         self.inner.synchronize()?;
         end.inner.synchronize()?;
-        if !library::driver_has("cuEventElapsedTime_v2") {
+        if !Stream::can_time() {
             let what = "it is older than CUDA 12.8 and has no cuEventElapsedTime_v2".to_string();
             return Err(Error::Unavailable { library: "the CUDA driver's timing", what });
         }

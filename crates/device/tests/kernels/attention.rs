@@ -1,4 +1,4 @@
-use super::harness::{Bed, FLOATS, Random, Tolerance, beds, check_gradient, dot, twice};
+use super::harness::{Bed, FLOATS, Random, Tolerance, attention_beds, beds, check_gradient, dot, twice};
 use super::reference;
 use device::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype, Profile};
 
@@ -27,6 +27,14 @@ fn cases() -> Vec<(AttentionShape, bool)> {
         (shape(1, 200, (2, 2), 16, Some(5)), true),
         // Long enough that a query meets several blocks of keys and its running maximum changes.
         (shape(1, 300, (2, 1), 16, None), false),
+        // Several tiles of queries and keys of the kernels on tensor cores, in each of their head sizes; the last
+        // is rounded up.
+        (shape(1, 300, (4, 2), 64, None), true),
+        (shape(1, 270, (2, 1), 80, Some(70)), false),
+        (shape(2, 150, (3, 3), 96, None), true),
+        (shape(1, 300, (4, 1), 128, Some(150)), true),
+        (shape(2, 257, (2, 1), 128, None), false),
+        (shape(1, 200, (2, 1), 104, None), true),
     ]
 }
 
@@ -47,7 +55,7 @@ fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<
 
 #[test]
 fn attention_and_its_gradient() {
-    for bed in &beds() {
+    for bed in &attention_beds() {
         for dtype in FLOATS {
             for (shape, several) in cases() {
                 case(bed, dtype, shape, several);
@@ -84,9 +92,9 @@ fn case(bed: &Bed, dtype: Dtype, shape: AttentionShape, several: bool) {
     Tolerance::new(dtype, 2).check(&format!("{case}: out"), &got, &want);
     Tolerance::new(Dtype::F32, 4).check(&format!("{case}: lse"), &lse, &want_lse);
     let want = reference::attention_grad(&shape, &qkv.values, &starts, &got, &dout.values);
-    // Probabilities, the scores' gradient and the result. cuDNN rounds the first two before it multiplies; where a
-    // row's first tokens average over few keys, those terms are larger than the others'.
-    let fused = matches!(profile, Profile::Cuda { .. }) && !bed.device.name().contains("no cuDNN");
+    // Probabilities, the scores' gradient and the result. Tensor cores take the first two rounded; where a row's
+    // first tokens average over few keys, those terms are larger than the others'.
+    let fused = matches!(profile, Profile::Cuda { .. }) && !bed.device.name().contains("plain attention");
     let terms = if fused { 3.0 } else { 1.0 };
     Tolerance::new(dtype, 3).with_terms_of(terms).check(&format!("{case}: dqkv"), &dqkv, &want);
 }

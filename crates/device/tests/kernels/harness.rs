@@ -1,6 +1,6 @@
 //! Devices, inputs, and what counts as equal.
 
-use device::cuda::{Cuda, Sums};
+use device::cuda::{AttentionKernels, Cuda, Sums};
 use device::{Buffer, Device, Dtype, Role, Stream};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -13,7 +13,8 @@ pub fn devices() -> Vec<Arc<dyn Device>> {
     match device::cuda::present() {
         Ok(()) => {
             let open = || Cuda::open(0, Sums::Ordered).expect("a GPU that is present opens");
-            devices.extend([Arc::new(open()) as Arc<dyn Device>, Arc::new(open().without_cudnn())]);
+            let own = open().with_attention(AttentionKernels::Own);
+            devices.extend([Arc::new(open()) as Arc<dyn Device>, Arc::new(own)]);
         }
         Err(why) => println!("skipped on CUDA: {why}"),
     }
@@ -34,14 +35,25 @@ pub struct Input {
 
 /// One per device.
 pub fn beds() -> Vec<Bed> {
-    let bed = |device: Arc<dyn Device>| {
-        let stream = device.stream("test", Role::Compute).unwrap();
-        Bed { device, stream }
-    };
-    devices().into_iter().map(bed).collect()
+    devices().into_iter().map(Bed::new).collect()
+}
+
+/// One more where there is a GPU, with the plain attention alone.
+pub fn attention_beds() -> Vec<Bed> {
+    let mut beds = beds();
+    if device::cuda::present().is_ok() {
+        let cuda = Cuda::open(0, Sums::Ordered).expect("a GPU that is present opens");
+        beds.push(Bed::new(Arc::new(cuda.with_attention(AttentionKernels::Plain))));
+    }
+    beds
 }
 
 impl Bed {
+    fn new(device: Arc<dyn Device>) -> Self {
+        let stream = device.stream("test", Role::Compute).unwrap();
+        Bed { device, stream }
+    }
+
     pub fn input(&self, dtype: Dtype, values: &[f64]) -> Input {
         let buffer = self.device.alloc_buffer(dtype, values.len(), "input").unwrap();
         let (device, stream) = (&*self.device, &self.stream);
