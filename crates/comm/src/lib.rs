@@ -28,6 +28,7 @@ mod socket;
 mod solo;
 pub mod store;
 pub mod tcp;
+mod ticket;
 
 pub use error::{Error, Result};
 pub use group::{Group, Reduction};

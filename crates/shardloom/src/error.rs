@@ -19,6 +19,9 @@ pub enum Error {
     #[error("{}: the logits of token {position} are not numbers; the weights are broken", model.display())]
     NotNumbers { model: PathBuf, position: u64 },
 
+    #[error("{source}. {advice}")]
+    NoRoom { source: device::Error, advice: String },
+
     #[error("the checkpoint of step {step} was not saved: {what}")]
     Save { step: u64, what: String },
 

@@ -7,6 +7,7 @@ pub mod bench;
 mod check;
 pub mod checkpoints;
 pub mod data;
+pub mod devices;
 mod error;
 mod floats;
 pub mod generate;

@@ -5,6 +5,7 @@ use clap::{Args, Parser, Subcommand};
 use device::Dtype;
 use shardloom::bench::{self, CheckpointBench, StepBench};
 use shardloom::checkpoints::{self, DcpExport, DcpImport, Export};
+use shardloom::devices::Inventory;
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
@@ -53,6 +54,12 @@ enum Command {
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
+    /// Shows what this machine offers: cores, GPUs, libraries found and missing
+    Devices {
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Subcommand)]
@@ -310,6 +317,11 @@ fn run(cli: Cli) -> Result<()> {
         }
         Command::Checkpoint(command) => checkpoint(command),
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Devices { json } => {
+            let found = Inventory::take();
+            print!("{}", if json { format!("{}\n", found.json()) } else { found.text() });
+            Ok(())
+        }
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }

@@ -86,7 +86,8 @@ impl<'a> Job<'a> {
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
         let Seat { rank, ranks, device, groups, saving, overhead } = seat;
-        let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())?;
+        let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())
+            .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
         let fingerprint = stream.fingerprint();
         let (mut before, mut cursor) = (0, Cursor::default());
         match &resumed {

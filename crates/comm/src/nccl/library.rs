@@ -103,6 +103,7 @@ pub fn api() -> Result<&'static Api> {
     static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
     let loaded = API.get_or_init(|| {
         let mut tried = Vec::new();
+        device::cuda::load_library(&["libnccl.so.2"]);
         for name in ["libnccl.so.2", "libnccl.so"] {
             // SAFETY: NCCL's initialisers are those of an ordinary shared library.
             match unsafe { libloading::Library::new(name) } {

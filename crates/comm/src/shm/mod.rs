@@ -23,6 +23,7 @@ use crate::call::{Call, HEADER, Header, Job};
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
 use crate::store::{Exchange, Store};
+use crate::ticket::Who;
 use crate::{Error, Group, Result};
 use pieces::Pieces;
 use std::os::fd::AsRawFd;
@@ -411,20 +412,8 @@ impl Shm {
 }
 
 impl Engine for Shm {
-    fn kind(&self) -> &'static str {
-        "shm"
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
+    fn who(&self) -> Who<'_> {
+        Who { kind: "shm", name: &self.name, rank: self.rank, size: self.size }
     }
 
     fn run(&self, job: &Job) -> Result<Vec<Vec<u8>>> {

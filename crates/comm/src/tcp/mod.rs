@@ -21,6 +21,7 @@ use crate::copy::copy;
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
 use crate::store::{Exchange, Store};
+use crate::ticket::Who;
 use crate::{Error, Group, Reduction, Result, reduce};
 use device::Dtype;
 use link::Link;
@@ -512,20 +513,8 @@ impl Run<'_> {
 }
 
 impl Engine for Tcp {
-    fn kind(&self) -> &'static str {
-        "tcp"
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
+    fn who(&self) -> Who<'_> {
+        Who { kind: "tcp", name: &self.name, rank: self.rank, size: self.size }
     }
 
     fn run(&self, job: &Job) -> Result<Vec<Vec<u8>>> {

@@ -1,6 +1,7 @@
 //! The primary context of one GPU, and memory in it.
 
 use super::library;
+use crate::error::size;
 use crate::{Error, Memory, Result};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_char, c_int};
@@ -183,13 +184,21 @@ impl DeviceMemory {
     }
 }
 
+/// What a context and its libraries take beside what we count; beyond that, others hold the memory.
+const OWN_BYTES: usize = 2 << 30;
+
 fn no_room(context: &Context, bytes: usize, what: &str) -> Error {
-    let hint = match context.memory_info() {
-        Ok((free, total)) => format!("; {free} of the device's {total} bytes are free"),
-        Err(_) => String::new(),
-    };
-    let device = format!("cuda:{}", context.ordinal);
-    Error::OutOfMemory { device, what: what.to_string(), bytes, held: context.held().0, hint }
+    let (held, info) = (context.held().0, context.memory_info().ok());
+    let mut hint = String::new();
+    if let Some((free, total)) = info {
+        hint = format!("; {} of the GPU's {} are free", size(free), size(total));
+        let others = total.saturating_sub(free + held);
+        if others > OWN_BYTES {
+            hint += &format!(", and other processes hold about {} (nvidia-smi shows them)", size(others));
+        }
+    }
+    let (device, free) = (format!("cuda:{}", context.ordinal), info.map(|(free, _)| free));
+    Error::OutOfMemory { device, what: what.to_string(), bytes, held, free, hint }
 }
 
 impl Memory for DeviceMemory {
