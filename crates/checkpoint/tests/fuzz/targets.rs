@@ -1,14 +1,17 @@
 //! The readers, and inputs made along the structure of what they read.
 
-use crate::Target;
 use crate::mutate::{Random, blindly, digits, number};
+use crate::{Target, made};
 use checkpoint::dcp::{Checkpoint, Item, Metadata, Tensor};
+use checkpoint::manifest::MANIFEST;
 use checkpoint::safetensors::File;
+use checkpoint::{Manifest, Reader};
 use std::path::{Path, PathBuf};
 
 pub fn all() -> Vec<Box<dyn Target>> {
     vec![
         Box::new(Safetensors::new()),
+        Box::new(Manifests::new()),
         Box::new(Pickles::new()),
         Box::new(Blobs::new()),
         Box::new(Folders::new()),
@@ -89,6 +92,55 @@ impl Target for Safetensors {
             let bytes = file.read(name).unwrap();
             assert_eq!(bytes.len(), elements * info.dtype.bytes(), "{name}");
         }
+        true
+    }
+}
+
+/// Manifests of a checkpoint whose files are sound.
+struct Manifests {
+    dir: tempfile::TempDir,
+    whole: Vec<u8>,
+}
+
+impl Manifests {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        made::save(&made::disk(), &path, 1, 2).unwrap();
+        Manifests { whole: std::fs::read(path.join(MANIFEST)).unwrap(), dir }
+    }
+}
+
+impl Target for Manifests {
+    fn name(&self) -> &'static str {
+        "manifest"
+    }
+
+    fn input(&mut self, random: &mut Random) -> Vec<u8> {
+        let mut input = self.whole.clone();
+        for _ in 0..1 + random.below(3) {
+            let from = random.below(input.len());
+            digits(random, &mut input, from);
+        }
+        if random.one_in(4) {
+            blindly(random, &mut input);
+        }
+        // Lies of which the checksum knows.
+        match serde_json::from_slice::<Manifest>(&input) {
+            Ok(lie) if !random.one_in(8) => lie.to_json(Path::new(MANIFEST)).unwrap(),
+            _ => input,
+        }
+    }
+
+    fn read(&mut self, input: &[u8]) -> bool {
+        let path = self.dir.path().join("x");
+        std::fs::write(path.join(MANIFEST), input).unwrap();
+        let Ok(reader) = Reader::open(&path) else { return false };
+        let _ = (reader.verify(), reader.state());
+        for (name, info, _) in reader.tensors() {
+            let _ = reader.read(name, 0, &mut vec![0; info.num_bytes() as usize]);
+        }
+        let _ = reader.prove([reader.receipt()]);
         true
     }
 }
