@@ -3,8 +3,8 @@
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, AttentionShape, Bias,
-    BiasGrad, Buffer, CrossEntropy, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad,
-    Judge, LayerNorm, LayerNormGrad, RmsNorm, RmsNormGrad, Rope, SumLoss, Swiglu, SwigluGrad,
+    BiasGrad, Buffer, CrossEntropy, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge,
+    LayerNorm, LayerNormGrad, RmsNorm, RmsNormGrad, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use std::ops::AddAssign;
 
