@@ -24,9 +24,11 @@ mod queued;
 mod reduce;
 mod secret;
 pub mod shm;
+mod socket;
 mod solo;
 pub mod store;
 pub mod tcp;
+mod ticket;
 
 pub use error::{Error, Result};
 pub use group::{Group, Reduction};

@@ -10,6 +10,7 @@
 use crate::call::{Call, HEADER, Header, Job, Payload};
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
+use crate::ticket::Who;
 use crate::{Error, Group, Reduction, Result, reduce};
 use device::Dtype;
 use rsmpi::environment::Universe;
@@ -544,20 +545,8 @@ impl Mpi {
 }
 
 impl Engine for Mpi {
-    fn kind(&self) -> &'static str {
-        "mpi"
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
+    fn who(&self) -> Who<'_> {
+        Who { kind: "mpi", name: &self.name, rank: self.rank, size: self.size }
     }
 
     fn run(&self, job: &Job) -> Result<Vec<Vec<u8>>> {

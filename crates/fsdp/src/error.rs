@@ -8,6 +8,9 @@ pub enum Error {
     #[error("wrap policy: no block is of kind {wanted}; this model has {kinds}")]
     WrapMatchesNothing { wanted: String, kinds: String },
 
+    #[error("shard.unit: no block is {wanted}; this model has {kinds}")]
+    RuleMatchesNothing { wanted: String, kinds: String },
+
     #[error("settings: {0}")]
     Settings(String),
 

@@ -23,7 +23,7 @@ pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};
 pub use schedule::{Action, Part, Schedule};
-pub use settings::{Accumulate, LossScale, Precision, Settings, Strategy};
+pub use settings::{Accumulate, AfterForward, LossScale, Precision, Settings, Strategy, UnitRule};
 pub use tensor::Keep;
 pub use threads::on_threads;
 pub use wrap::Wrap;

@@ -186,28 +186,21 @@ impl Plan {
     /// Number and bytes of collectives a rank takes part in during one step, by name.
     pub fn traffic(&self) -> Vec<(&'static str, usize, usize)> {
         let precision = &self.settings.precision;
-        let (mut gathers, mut reduces) = ((0, 0), (0, 0));
+        let mut all = [("gathers", 0, 0), ("gathers nearby", 0, 0), ("reduces", 0, 0)];
         for micro_batch in 0..self.settings.micro_batches {
             let schedule = &self.schedules[self.schedule_of(micro_batch, self.settings.micro_batches)];
             for action in &schedule.actions {
-                match action {
-                    Action::Gather(unit) => {
-                        gathers = (
-                            gathers.0 + 1,
-                            gathers.1 + self.layout.unit_len(*unit) * precision.compute.bytes(),
-                        );
-                    }
-                    Action::Reduce(unit) => {
-                        reduces = (
-                            reduces.0 + 1,
-                            reduces.1 + self.layout.unit_len(*unit) * precision.reduce.bytes(),
-                        );
-                    }
-                    _ => {}
-                }
+                let (kind, unit, dtype) = match action {
+                    Action::Gather(unit) => (0, unit, precision.compute),
+                    Action::Widen(unit) => (1, unit, precision.compute),
+                    Action::Reduce(unit) => (2, unit, precision.reduce),
+                    _ => continue,
+                };
+                all[kind].1 += 1;
+                all[kind].2 += self.layout.unit_len(*unit) * dtype.bytes();
             }
         }
-        vec![("gathers", gathers.0, gathers.1), ("reduces", reduces.0, reduces.1)]
+        all.into_iter().filter(|(name, count, _)| *count > 0 || *name != "gathers nearby").collect()
     }
 
     /// A line "key = value" for all that must be equal on all ranks; large things as their hashes.
@@ -289,5 +282,9 @@ impl Group for Mute {
 
     fn exchange(&self, bytes: &[u8], _: &str) -> comm::Result<Vec<Vec<u8>>> {
         Ok(vec![bytes.to_vec(); self.size])
+    }
+
+    fn split(&self, ranks: &[usize], _: &str) -> comm::Result<Option<Arc<dyn Group>>> {
+        Ok(Some(Arc::new(Mute { size: ranks.len() })))
     }
 }

@@ -1,5 +1,6 @@
 use crate::{Error, Field, Result, Wrap};
 use device::{Dtype, Scaling};
+use std::ops::Range;
 use tensor::Keep;
 
 /// What is sharded, and for how long weights stay whole.
@@ -11,6 +12,31 @@ pub enum Strategy {
     Grad,
     /// Every rank holds everything; gradients are summed over ranks (`NO_SHARD`, DDP).
     None,
+}
+
+/// What becomes of a unit's gathered weights between its forward and its backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum AfterForward {
+    /// As the strategy says: freed with `full`, kept with `grad`.
+    #[default]
+    Auto,
+    /// Freed, and gathered again from all ranks (`reshard_after_forward=True`).
+    Free,
+    /// Kept whole (`reshard_after_forward=False`).
+    Keep,
+    /// Each rank keeps one part in so many, and the backward's gather runs among that many neighbouring ranks only
+    /// (`reshard_after_forward=n`): more memory than `Free`, no traffic beyond the neighbours.
+    Group(usize),
+}
+
+/// An exception for the units that hold such blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct UnitRule {
+    /// Blocks of any of these kinds; any block where there are none.
+    pub kinds: Vec<String>,
+    /// Only blocks with these numbers, counted over the whole model from 0.
+    pub blocks: Option<Range<usize>>,
+    pub after_forward: AfterForward,
 }
 
 /// How gradients of several micro-batches add up.
@@ -99,6 +125,9 @@ pub struct Settings {
     pub wrap: Wrap,
     /// Units gathered ahead of the one computing.
     pub prefetch: usize,
+    pub after_forward: AfterForward,
+    /// Exceptions to `after_forward`; of several that fit a unit, the last holds.
+    pub units: Vec<UnitRule>,
     pub precision: Precision,
     /// The fields of one micro-batch on one rank.
     pub fields: Vec<Field>,
@@ -125,6 +154,8 @@ impl Settings {
             replicate: 1,
             wrap: Wrap::Layer,
             prefetch: 1,
+            after_forward: AfterForward::Auto,
+            units: vec![],
             precision: Precision::F32,
             fields,
             micro_batches: 1,
@@ -148,6 +179,14 @@ impl Settings {
             let what =
                 "strategy none holds everything on every rank already; replicate goes with full or grad";
             return Err(Error::Settings(what.into()));
+        }
+        for after in self.units.iter().map(|rule| rule.after_forward).chain([self.after_forward]) {
+            if let AfterForward::Group(size) = after
+                && (size == 0 || !self.num_shards().is_multiple_of(size))
+            {
+                let what = format!("after_forward = {size} does not divide {} shards", self.num_shards());
+                return Err(Error::Settings(what));
+            }
         }
         let LossScale { init, scaling } = self.loss_scale;
         let factors = scaling.growth >= 1.0 && (0.0..1.0).contains(&scaling.backoff);
@@ -179,6 +218,8 @@ impl Settings {
             format!("shard.replicate = {}", self.replicate),
             format!("shard.wrap = {:?}", self.wrap),
             format!("shard.prefetch = {}", self.prefetch),
+            format!("shard.after_forward = {:?}", self.after_forward),
+            format!("shard.unit = {:?}", self.units),
             format!("batch fields = {}", fields.join(", ")),
             format!("micro-batches = {}", self.micro_batches),
             format!("recompute.mode = {:?}", self.keep),
@@ -197,6 +238,16 @@ impl Settings {
     /// Number of parts a unit is divided into.
     pub fn num_shards(&self) -> usize {
         if self.is_sharded() { self.ranks / self.replicate } else { 1 }
+    }
+
+    /// What [`AfterForward`] comes to with these settings: never `Auto`, and no group of one or of all.
+    pub(crate) fn resolve(&self, after: AfterForward) -> AfterForward {
+        match (after, self.strategy) {
+            (AfterForward::Auto, Strategy::Grad) | (AfterForward::Group(1), _) => AfterForward::Keep,
+            (AfterForward::Auto, _) => AfterForward::Free,
+            (AfterForward::Group(size), _) if size == self.num_shards() => AfterForward::Free,
+            (after, _) => after,
+        }
     }
 
     /// Whether whole gradients are kept from micro-batch to micro-batch and reduced at the last one.

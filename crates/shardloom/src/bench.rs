@@ -1,5 +1,9 @@
 //! `bench`: how fast this machine trains, and beside which ceiling.
 
+mod checkpoint;
+
+pub use checkpoint::{CheckpointBench, checkpoint};
+
 use crate::ranks::{self, Launched, Seat};
 use crate::run::{DeviceChoice, Run};
 use crate::source::Seeded;
@@ -13,9 +17,10 @@ use std::time::Instant;
 use tensor::models::Config;
 
 /// Llama shapes by name: hidden, intermediate, layers, heads, key-value heads, vocabulary.
-const SIZES: [(&str, [usize; 6]); 5] = [
+const SIZES: [(&str, [usize; 6]); 6] = [
     ("tiny", [256, 688, 4, 8, 4, 4096]),
     ("60m", [512, 1376, 8, 8, 8, 32000]),
+    ("350m", [1024, 4096, 16, 16, 8, 32000]),
     ("1b", [2048, 8192, 16, 32, 8, 128_256]),
     ("3b", [3072, 8192, 28, 24, 8, 128_256]),
     ("8b", [4096, 14336, 32, 32, 8, 128_256]),
@@ -107,7 +112,7 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     let gemm_rate = bare_gemm(&*device, bench.dtype)?;
     let copy_rate = if bench.kernels { bare_copy(&*device)? } else { 0.0 };
     let mut engine = Engine::new(used, plan, model.clone(), groups)?;
-    engine.fill(&Seeded::new(0, model))?;
+    engine.fill(&Repeated::new(model)?)?;
     let mut times = Vec::new();
     let (mut first_loss, mut loss, mut kernels) = (f64::NAN, f64::NAN, vec![]);
     for step in 1..=(bench.warm_up + bench.steps) as u64 {
@@ -149,6 +154,48 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     });
     println!("{report}");
     Ok(())
+}
+
+/// Normal numbers, drawn once and given over and over: a large model's weights in seconds rather than a minute.
+struct Repeated {
+    few: Vec<f32>,
+    seeded: Seeded,
+}
+
+/// Normal numbers that are drawn; odd, so that they fall differently into each row.
+const DRAWN: usize = (4 << 20) - 1;
+
+impl Repeated {
+    fn new(model: &tensor::Model) -> Result<Self> {
+        let seeded = Seeded::new(0, model);
+        let matrix =
+            model.items.iter().flat_map(|item| &item.members).max_by_key(|member| member.shape.numel());
+        let mut few = vec![0.0; DRAWN];
+        if let Some(matrix) = matrix {
+            fsdp::Source::read(&seeded, &matrix.name, 0, &mut few)?;
+        }
+        Ok(Repeated { few, seeded })
+    }
+}
+
+impl fsdp::Source for Repeated {
+    fn read(&self, name: &str, start: usize, out: &mut [f32]) -> fsdp::Result<()> {
+        // Norms and biases are not random, and short.
+        if out.len() < 1 << 16 {
+            return self.seeded.read(name, start, out);
+        }
+        let first =
+            name.bytes().fold(start, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte)));
+        let mut at = first % self.few.len();
+        let mut left = out;
+        while !left.is_empty() {
+            let len = left.len().min(self.few.len() - at);
+            let (now, rest) = left.split_at_mut(len);
+            now.copy_from_slice(&self.few[at..at + len]);
+            (left, at) = (rest, 0);
+        }
+        Ok(())
+    }
 }
 
 /// 6 per weight of a matrix product, and attention's scores and sums, halved for the causal mask.

@@ -4,8 +4,10 @@
 pub use {checkpoint, comm, device, fsdp, tensor};
 
 pub mod bench;
+mod check;
 pub mod checkpoints;
 pub mod data;
+pub mod devices;
 mod error;
 mod floats;
 pub mod generate;
@@ -17,6 +19,7 @@ pub mod show;
 pub mod source;
 mod train;
 
+pub use check::check;
 pub use checkpoints::Resume;
 pub use error::{Error, Result};
 pub use generate::{Generate, generate};

@@ -3,8 +3,9 @@
 
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
-use shardloom::bench::{self, StepBench};
+use shardloom::bench::{self, CheckpointBench, StepBench};
 use shardloom::checkpoints::{self, DcpExport, DcpImport, Export};
+use shardloom::devices::Inventory;
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
@@ -26,6 +27,20 @@ enum Command {
     Train(TrainArgs),
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
+    /// Goes through the checklist before a long run: a few real steps, a checkpoint and back, memory, speed
+    Check {
+        /// The run's configuration
+        run: PathBuf,
+        /// How many ranks to start on this machine
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// How many steps to make
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(3..))]
+        steps: u64,
+        /// Overrides a key of the configuration, as in shard.strategy=grad
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(PlanArgs),
     /// Looks into checkpoints, proves them, converts them
@@ -39,6 +54,12 @@ enum Command {
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
+    /// Shows what this machine offers: cores, GPUs, libraries found and missing
+    Devices {
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Subcommand)]
@@ -62,9 +83,22 @@ enum Bench {
         #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
         group: String,
     },
+    /// Saving and loading a checkpoint, beside a plain write and read of as many bytes
+    Checkpoint {
+        /// tiny, 60m, 350m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// A folder on the disk to be measured
+        #[arg(long, default_value = ".")]
+        dir: PathBuf,
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+    },
     /// Whole training steps of a Llama with random weights and tokens
     Step {
-        /// tiny, 60m, 1b, 3b or 8b
+        /// tiny, 60m, 350m, 1b, 3b or 8b
         #[arg(long, default_value = "60m")]
         size: String,
         #[arg(long, default_value_t = 256)]
@@ -272,6 +306,9 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Train(args) => reported(|| args.train()),
+        Command::Check { run, ranks, steps, set } => {
+            reported(|| shardloom::check(&Run::load(&run, &set)?, ranks as usize, steps))
+        }
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             let sheet = args.sheet()?;
@@ -280,12 +317,21 @@ fn run(cli: Cli) -> Result<()> {
         }
         Command::Checkpoint(command) => checkpoint(command),
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Devices { json } => {
+            let found = Inventory::take();
+            print!("{}", if json { format!("{}\n", found.json()) } else { found.text() });
+            Ok(())
+        }
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }
         Command::Bench(Bench::Collectives { ranks, group }) => {
             reported(|| bench::collectives(ranks as usize, &group))
         }
+        Command::Bench(Bench::Checkpoint { size, ranks, dir, rounds }) => reported(|| {
+            let (ranks, rounds) = (ranks as usize, rounds as usize);
+            bench::checkpoint(&CheckpointBench { size, ranks, dir, rounds })
+        }),
         Command::Bench(Bench::Step {
             size,
             seq,

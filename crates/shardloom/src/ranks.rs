@@ -16,7 +16,7 @@ use fsdp::Groups;
 use std::sync::Arc;
 
 /// One rank's place: which it is, its device, and whom it works with.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Seat {
     pub rank: usize,
     pub ranks: usize,
@@ -102,6 +102,7 @@ fn sums(run: &Run) -> Sums {
 /// take is measured between meetings, when nobody allocates.
 fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
     let Launched { rank, world: ranks, local_rank, local_world, .. } = *launched;
+    comm::nccl::on_stuck(end_stuck);
     let gpus = cuda::device_count().max(1);
     let device: Arc<Cuda> = Arc::new(Cuda::open(local_rank % gpus, sums(run))?);
     device.make_current()?;
@@ -129,6 +130,13 @@ fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>)
     let saving = saving(run, launched, &store)?;
     body(Seat { rank, ranks, device, groups, saving, overhead })?;
     Ok(store.finish(run.timeout)?)
+}
+
+/// Says why and ends this process, of which a thread hangs in a library.
+fn end_stuck(error: &comm::Error) {
+    launch::error_file::write(&error.to_string());
+    eprintln!("shardloom: {error}");
+    comm::process::end_now(1);
 }
 
 /// One rank of several processes on CPUs: over shared memory on one machine, over sockets on several.
@@ -167,7 +175,8 @@ fn on_mpi(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()>) -> Result<
     }
     let groups = grid(run, rank, ranks, |name, members| Ok(mpi.join(name, members, run.timeout)?))?;
     let world = groups.world.clone();
-    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), run.timeout)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     world.barrier("the end")?;
     mpi.finish();
     Ok(())

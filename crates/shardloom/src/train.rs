@@ -9,7 +9,7 @@ use crate::source::{Folder, Seeded};
 use crate::{Error, Result, show};
 use checkpoint::{Position, State};
 use device::Profile;
-use fsdp::{Engine, Hyper, Plan};
+use fsdp::{Engine, Hyper, Plan, Report};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,7 +28,7 @@ pub fn train_from(run: &Run, num_ranks: usize, resume: &Resume) -> Result<()> {
     let launched = ranks::Launched::from_env()?;
     let num_ranks = launched.as_ref().map_or(num_ranks, |launched| launched.world);
     let job = Job::new(run, num_ranks)?;
-    ranks::start(run, num_ranks, launched, |seat| job.rank(seat, resume))
+    ranks::start(run, num_ranks, launched, |seat| job.rank(seat, resume).map(drop))
 }
 
 /// The plan of a run on `num_ranks` ranks of such devices. Allocates nothing.
@@ -56,6 +56,10 @@ impl<'a> Job<'a> {
         Ok(Job { run, data, model, micro_batch, micro_batches, ranks })
     }
 
+    pub fn run(&self) -> &Run {
+        self.run
+    }
+
     pub fn plan(&self, profile: Profile) -> Result<Plan> {
         let fields = self.data.fields(self.micro_batch);
         let settings = self.run.settings(self.ranks, fields, self.micro_batches, profile);
@@ -70,8 +74,8 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// One rank, from empty shards to the final folder.
-    pub fn rank(&self, seat: Seat, resume: &Resume) -> Result<()> {
+    /// One rank, from empty shards to the final folder. What the last step came to, if one was made.
+    pub fn rank(&self, seat: Seat, resume: &Resume) -> Result<Option<Report>> {
         let run = self.run;
         let stream = self.data.stream(run)?;
         stream.agree(run, &*seat.groups.reduce)?;
@@ -82,62 +86,61 @@ impl<'a> Job<'a> {
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
         let Seat { rank, ranks, device, groups, saving, overhead } = seat;
-        let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())?;
-        let start = match &resumed {
+        let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())
+            .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
+        let fingerprint = stream.fingerprint();
+        let (mut before, mut cursor) = (0, Cursor::default());
+        match &resumed {
             Some(resumed) => {
                 resumed.restore(&mut engine, &groups)?;
-                Start { step: resumed.state.step, cursor: resumed.cursor(&stream, run.global_batch)? }
+                before = resumed.state.step;
+                cursor = resumed.cursor(&stream, fingerprint, run.global_batch)?;
             }
-            None => {
-                engine.fill(&*source)?;
-                Start::default()
-            }
-        };
+            None => engine.fill(&*source)?,
+        }
+        let steps = stream.steps_from(before, cursor, run.length, run.global_batch);
+        let last = run.stop_after.map_or(steps, |stop| steps.min(stop));
         let saver = Saver::new(run, &self.model, source, saving)?;
-        let steps = stream.steps_from(start.step, start.cursor, run.length, run.global_batch);
         if rank == 0 {
-            self.say_start(resume, resumed.as_ref(), steps);
+            self.say_start(resume, resumed.as_ref(), last);
             if run.progress {
                 eprintln!("data: {}", stream.summary_of_run(run.length, run.global_batch));
             }
         }
-        let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
-        let sinks = self.sinks(rank, start.step, steps)?;
         drop(resumed);
-        self.steps(&mut engine, &stream, share, start, steps, sinks, saver)?;
+        let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
+        let sinks = self.sinks(rank, before, last)?;
+        let way = Way { stream, share, fingerprint, cursor, before, last, steps };
+        let report = self.steps(&mut engine, way, sinks, saver)?;
         if rank == 0 && run.progress {
             say_memory(planned_bytes, overhead, &engine);
         }
-        Ok(())
+        Ok(report)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn steps(
         &self,
         engine: &mut Engine,
-        stream: &Arc<Stream>,
-        share: Share,
-        start: Start,
-        steps: u64,
+        way: Way,
         mut sinks: Vec<Box<dyn Sink>>,
         mut saver: Saver,
-    ) -> Result<()> {
+    ) -> Result<Option<Report>> {
         let run = self.run;
-        let mut cursor = start.cursor;
-        let mut loader = Loader::start(stream.clone(), share, cursor, steps.saturating_sub(start.step))?;
+        let Way { ref stream, share, mut cursor, before, last, steps, .. } = way;
+        let mut loader = Loader::start(stream.clone(), share, cursor, last.saturating_sub(before))?;
         let scaled = engine.plan().settings.loss_scale().is_some();
-        let (mut clock, mut reported) = (Instant::now(), start.step);
-        for step in start.step + 1..=steps {
+        let (mut clock, mut reported, mut latest) = (Instant::now(), before, None);
+        for step in before + 1..=last {
             self.say(share.rank, saver.poll()?);
             let batches = loader.next_step()?;
             let lr = run.lr.lr(step, steps);
             engine.step(&batches, &Hyper { adamw: run.adamw, lr, clip_norm: run.clip_norm, step })?;
             cursor = cursor.advanced(run.global_batch as u64, stream.rows());
             let what = What {
-                checkpoint: run.checkpoint.is_due(step, steps),
-                model: run.write_model && step == steps,
+                checkpoint: run.checkpoint.is_due(step, last),
+                model: run.write_model && step == last,
             };
-            let logs = step % run.log_every == 0 || step == steps;
+            let logs = step % run.log_every == 0 || step == last;
             if !logs && !what.is_something() {
                 continue;
             }
@@ -148,6 +151,7 @@ impl<'a> Job<'a> {
             if !report.loss.is_finite() {
                 return Err(Error::NotFinite { step, loss: report.loss });
             }
+            latest = Some(report);
             if logs {
                 // The steps since the last report were issued together: what one of them took is their mean.
                 let seconds = clock.elapsed().as_secs_f64() / (step - reported) as f64;
@@ -171,23 +175,33 @@ impl<'a> Job<'a> {
             }
             // After its line: a run that goes on from here finds all lines up to here.
             if what.is_something() {
-                self.say(share.rank, saver.save(engine, self.state(step, cursor, stream), what)?);
+                let state = self.state(engine, &way, step, cursor)?;
+                self.say(share.rank, saver.save(engine, state, what)?);
             }
+        }
+        if before >= last && run.write_model {
+            // It may have been killed between its last checkpoint and its model.
+            let (state, what) = (State::at(before), What { checkpoint: false, model: true });
+            self.say(share.rank, saver.save(engine, state, what)?);
         }
         sinks.iter_mut().try_for_each(|sink| sink.finish())?;
         self.say(share.rank, saver.wait()?);
-        Ok(())
+        Ok(latest)
     }
 
     /// Where the run stands after `step`.
-    fn state(&self, step: u64, cursor: Cursor, stream: &Stream) -> State {
-        let Cursor { epoch, row } = cursor;
-        State {
-            data: Some(Position { epoch, row, fingerprint: stream.fingerprint() }),
+    fn state(&self, engine: &Engine, way: &Way, step: u64, cursor: Cursor) -> Result<State> {
+        let (Cursor { epoch, row }, scaler) = (cursor, engine.scaler()?);
+        let scaled = engine.plan().settings.loss_scale().is_some();
+        Ok(State {
+            optimizer_step: step.saturating_sub(scaler.skipped_steps),
+            data: Some(Position { epoch, row, fingerprint: way.fingerprint }),
+            scaler: scaled
+                .then_some(checkpoint::Scaler { scale: scaler.scale, good_steps: scaler.good_steps.into() }),
             run: self.run.given.clone(),
             versions: BTreeMap::from([("shardloom".into(), env!("CARGO_PKG_VERSION").into())]),
             ..State::at(step)
-        }
+        })
     }
 
     /// Rank 0 reports for all.
@@ -230,13 +244,20 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Where the loop begins.
-#[derive(Clone, Copy, Debug, Default)]
-struct Start {
-    /// Steps made before.
-    step: u64,
+/// From where to where the loop goes, and on what.
+#[derive(Debug)]
+struct Way {
+    stream: Arc<Stream>,
+    share: Share,
+    /// Of the data.
+    fingerprint: u64,
     /// The next row.
     cursor: Cursor,
+    /// Steps made before.
+    before: u64,
+    last: u64,
+    /// Of the whole run: what the learning rate goes by.
+    steps: u64,
 }
 
 /// What was planned, what was taken, and what the device itself says, context and libraries apart.

@@ -341,6 +341,28 @@ fn skipped_steps_and_the_scale_are_in_the_metrics() {
 }
 
 #[test]
+fn a_resumed_f16_run_goes_on_with_its_scale() {
+    let set = ["precision.compute=f16", "precision.init_scale=1e9", "precision.scale_interval=2"];
+    let lines = |out: &Path| -> Vec<Vec<Option<f64>>> {
+        let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let keys = ["step", "loss", "grad_norm", "loss_scale", "skipped_steps"];
+        let line = |line: &str| {
+            let value: Value = serde_json::from_str(line).unwrap();
+            keys.map(|key| value[key].as_f64()).to_vec()
+        };
+        text.lines().map(line).collect()
+    };
+    let [straight, stopped] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    shardloom::train(&run("llama3", &set, straight.path()), 2).unwrap();
+    let half = [&set[..], &["train.steps=6", "checkpoint.every=6"]].concat();
+    shardloom::train(&run("llama3", &half, stopped.path()), 2).unwrap();
+    shardloom::train_from(&run("llama3", &set, stopped.path()), 2, &shardloom::Resume::Latest).unwrap();
+    let (one, other) = (lines(straight.path()), lines(stopped.path()));
+    assert!(one[5][4] > Some(0.0), "{one:?}");
+    assert_eq!(one, other);
+}
+
+#[test]
 fn a_gradient_that_is_not_finite_ends_the_run_and_is_named() {
     for (ranks, place) in [(1, "on rank 0"), (2, "on ranks 0, 1")] {
         let out = tempfile::tempdir().unwrap();

@@ -51,6 +51,7 @@ impl Cuda {
         context.enter()?;
         let profile = Profile::Cuda { deterministic: sums == Sums::Ordered };
         let workspace = DeviceMemory::new(&context, profile.workspace_bytes(), "the workspace of cuBLASLt")?;
+        library::load_cudnn();
         let query_sum = if sums == Sums::Ordered { QuerySum::Ordered } else { QuerySum::Atomic };
         Ok(Cuda {
             cudnn: Cudnn::load().ok().map(|cudnn| cudnn.with_query_sum(query_sum)),

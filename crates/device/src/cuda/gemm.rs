@@ -24,12 +24,13 @@ const CANDIDATES: usize = 32;
 /// What every operand of a timed product is aligned to, and what a product needs to use the result.
 const TIMED_ALIGNMENT: u32 = 16;
 /// Candidates that are timed closely, after one run of each.
-const FINALISTS: usize = 6;
-/// Rounds of close timing, and runs of each finalist in a round.
-const ROUNDS: usize = 5;
-const RUNS: usize = 2;
+const FINALISTS: usize = 4;
+/// Rounds of close timing, and how long each finalist runs in a round: long enough for a GPU at its limit of power to
+/// slow down, since there what takes less energy takes less time.
+const ROUNDS: usize = 3;
+const ROUND_MS: f32 = 40.0;
 /// The heuristic's own suggestion stays unless another one takes less than this share of its time.
-const WORTH_CHANGING: f32 = 0.995;
+const WORTH_CHANGING: f32 = 0.98;
 /// Splits along k are summed in f32 and rounded once (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE).
 const REDUCE_IN_F32: u32 = 2;
 
@@ -189,11 +190,12 @@ impl MatrixProducts {
         if !timed.iter().any(|(candidate, _)| candidate.data == suggested.data) {
             timed.push((suggested, first_ms));
         }
+        let runs = (ROUND_MS / timed[0].1[0].max(1e-3)).clamp(2.0, 1000.0) as usize;
         // In turn, so that a GPU that slows down as it warms slows all of them alike.
         timed.iter_mut().for_each(|(_, times)| times.clear());
         for _ in 0..ROUNDS {
             for (candidate, times) in &mut timed {
-                times.extend(time(candidate, RUNS));
+                times.extend(time(candidate, runs).map(|ms| ms / runs as f32));
             }
         }
         let median = |times: &Vec<f32>| {

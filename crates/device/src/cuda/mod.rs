@@ -15,11 +15,13 @@ mod driver;
 mod flash;
 mod flat;
 mod gemm;
+mod inventory;
 mod library;
 mod module;
 mod norms;
 mod nvrtc;
 mod rows;
+mod search;
 mod staging;
 mod stream;
 #[cfg(test)]
@@ -27,5 +29,7 @@ mod tests;
 
 pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
+pub use inventory::{Gpu, GpuReport, LibraryReport, gpus, libraries};
 pub use library::{device_count, present};
+pub use search::{load_library, loaded_from};
 pub use stream::{Event, Stream, TimedEvent};

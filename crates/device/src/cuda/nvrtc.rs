@@ -116,7 +116,7 @@ fn supported_archs() -> Result<Vec<u32>> {
     Ok(archs.into_iter().map(|arch| arch as u32).collect())
 }
 
-fn version() -> Result<(c_int, c_int)> {
+pub(super) fn version() -> Result<(c_int, c_int)> {
     library::nvrtc_ready()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the pointers are to locals.

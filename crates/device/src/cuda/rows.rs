@@ -155,10 +155,11 @@ impl Cuda {
         let vector =
             aligned(&[a.x, a.cos, a.sin]) && half.is_multiple_of(GROUP) && a.stride.is_multiple_of(GROUP);
         let sign = if a.direction == Rotation::Forward { 1.0f32 } else { -1.0f32 };
-        // One go over the heads, or as few as can be, all alike.
-        let items = a.heads * if vector { half / GROUP } else { half };
-        let threads = items.div_ceil(items.div_ceil(512)).next_multiple_of(32);
-        let launch = Launch::new(a.tokens.min(MAX_ROWS), threads);
+        // Enough threads to take every head in one go, four of them each.
+        let items = if vector { a.heads.div_ceil(4) * (half / GROUP) } else { a.heads * half };
+        let threads = items.next_multiple_of(32).clamp(32, 256).max((half / GROUP).next_multiple_of(32));
+        // Blocks go from token to token; as many as run at once.
+        let launch = Launch::new(a.tokens.min(self.context.multiprocessors as usize * 16), threads);
         let values =
             args![a.x, a.positions, a.cos, a.sin, a.tokens, a.heads, a.head_dim, a.stride, sign, vector,];
         self.launch(stream, &ACTIVATION, &format!("rope_{dtype}"), launch, values)
@@ -218,7 +219,7 @@ impl Cuda {
         let kept = if vector && a.seed.is_some() { room.min(a.vocab / GROUP) } else { 0 };
         let launch = Launch {
             grid: [a.rows.min(MAX_ROWS), 1],
-            block: threads(a.vocab, vector, 1024),
+            block: threads(a.vocab, vector, 512),
             shared_bytes: kept * group_bytes,
         };
         let values = args![a.logits, a.labels, a.losses, a.seed, a.rows, a.vocab, a.stride, vector, kept];

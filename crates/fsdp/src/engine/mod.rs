@@ -3,6 +3,7 @@
 mod blame;
 mod eval;
 mod fill;
+mod gather;
 mod scalars;
 mod state;
 mod step;
@@ -18,6 +19,7 @@ use crate::plan::{Held, align};
 use crate::{Plan, Result};
 use comm::Group;
 use device::{Buffer, Device, Dtype, Event, Memory, Profile, Role, Stream};
+use gather::Neighbours;
 use scalars::Scalars;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -95,6 +97,7 @@ struct Fixed {
     model: Arc<Model>,
     device: Arc<dyn Device>,
     groups: Groups,
+    neighbours: Neighbours,
     compute: Stream,
     gather: Stream,
     reduce: Stream,
@@ -130,6 +133,8 @@ struct Trained {
 #[derive(Debug, Default)]
 struct Walk {
     gathered: Vec<Option<Gathered>>,
+    /// Parts of units that will be gathered among neighbours.
+    narrowed: Vec<Option<Tensor>>,
     grads: Vec<Option<UnitGrad>>,
     /// Reduces in flight: when each is done, and what it holds until then.
     reducing: Vec<Option<(Event, Vec<Tensor>)>>,
@@ -147,6 +152,8 @@ struct Gathered {
     weights: Tensor,
     /// Until the compute stream has waited for it.
     arriving: Option<Event>,
+    /// What the gather reads, until then.
+    source: Option<Tensor>,
 }
 
 /// A unit's gradient on its way.
@@ -192,11 +199,13 @@ impl Engine {
         let shards = take_shards(&*device, &plan)?;
         let constants = take_constants(&*device, &compute, &model)?;
         let (batch, scalars) = take_batch(&*device, &plan)?;
+        let neighbours = gather::neighbours(&plan.layout, &groups)?;
         let fixed = Fixed {
             plan,
             model,
             device,
             groups,
+            neighbours,
             compute,
             gather,
             reduce,
@@ -267,6 +276,7 @@ impl Walk {
         }
         Walk {
             gathered: nothing(units),
+            narrowed: nothing(units),
             grads: nothing(units),
             reducing: nothing(units),
             tapes: nothing(units),

@@ -1,7 +1,7 @@
 //! One training step: each action of the schedule, done.
 
 use super::view::View;
-use super::{Engine, Fixed, Gathered, MAX_AHEAD, UnitGrad, Walk};
+use super::{Engine, Fixed, MAX_AHEAD, UnitGrad, Walk};
 use crate::{Action, Error, HostBatch, Hyper, Result};
 use comm::Reduction;
 use device::Dtype;
@@ -74,9 +74,11 @@ impl Engine {
             Action::Gather(unit) => walk.gather(fixed, arena, unit),
             Action::Forward(unit) => walk.forward(fixed, arena, unit, mode),
             Action::Free(unit) => {
-                walk.gathered[unit] = None;
+                walk.free(unit);
                 Ok(())
             }
+            Action::Narrow(unit) => walk.narrow(fixed, arena, unit),
+            Action::Widen(unit) => walk.widen(fixed, arena, unit),
             Action::Turn(unit) => walk.turn(fixed, arena, unit),
             Action::Score(unit) => walk.score(fixed, arena, unit),
             Action::Backward(unit) => walk.backward(fixed, arena, unit),
@@ -165,27 +167,6 @@ impl Fixed {
 }
 
 impl Walk {
-    /// The gather starts once compute has reached this point: what it overwrites is then spent.
-    fn gather(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
-        let len = fixed.plan.layout.unit_len(unit);
-        let weights = arena.tensor(fixed.plan.settings.precision.compute, [len], Kind::Gathered)?;
-        fixed.gather.wait(&fixed.compute.record()?)?;
-        let mine = &fixed.shards[unit].compute;
-        fixed.groups.gather.all_gather(&fixed.gather, mine, weights.buffer(), fixed.unit_name(unit))?;
-        self.gathered[unit] = Some(Gathered { weights, arriving: Some(fixed.gather.record()?) });
-        Ok(())
-    }
-
-    /// Compute waits for the weights it is about to use.
-    fn arrive(&mut self, fixed: &Fixed, unit: usize) -> Result<()> {
-        for need in &fixed.plan.layout.units[unit].needs {
-            if let Some(event) = self.gathered[*need].as_mut().and_then(|gathered| gathered.arriving.take()) {
-                fixed.compute.wait(&event)?;
-            }
-        }
-        Ok(())
-    }
-
     pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);

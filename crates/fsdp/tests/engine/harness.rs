@@ -2,7 +2,8 @@
 
 use device::{Device, Dtype, Profile};
 use fsdp::{
-    Engine, Field, Groups, HostBatch, Hyper, Plan, Precision, Report, Result, Settings, Source, on_threads,
+    Engine, Field, Groups, HostBatch, Hyper, Plan, Precision, Report, Result, Settings, Slot, Source,
+    Stretch, on_threads,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -80,13 +81,13 @@ pub type Weights = BTreeMap<String, Vec<f32>>;
 pub type Part = Vec<(String, usize, Vec<f32>)>;
 
 pub fn part(engine: &Engine) -> Part {
-    let mut part = Part::new();
-    let take = |name: &str, start: usize, values: &[f32]| {
-        part.push((name.to_string(), start, values.to_vec()));
-        Ok(())
+    let read = |stretch: Stretch| {
+        let mut bytes = vec![0; stretch.len * 4];
+        engine.copy_slot(Slot::Master, &stretch, &mut bytes).unwrap();
+        let values = bytes.chunks_exact(4).map(|four| f32::from_ne_bytes(four.try_into().unwrap()));
+        (stretch.name, stretch.start, values.collect())
     };
-    engine.read_weights(&Seeded, take).unwrap();
-    part
+    engine.saved_stretches().into_iter().filter(|stretch| stretch.trainable).map(read).collect()
 }
 
 pub fn assemble(model: &Model, parts: &[Part]) -> Weights {
@@ -100,6 +101,25 @@ pub fn assemble(model: &Model, parts: &[Part]) -> Weights {
     weights
 }
 
+/// The groups of a grid of `replicate` rows.
+fn grid(groups: Groups, replicate: usize) -> Result<Groups> {
+    if replicate == 1 {
+        return Ok(groups);
+    }
+    let (rank, shards) = (groups.world.rank(), groups.world.size() / replicate);
+    let row: Vec<usize> = (0..shards).map(|at| rank / shards * shards + at).collect();
+    let column: Vec<usize> = (0..replicate).map(|at| at * shards + rank % shards).collect();
+    let split = |group: &Arc<dyn comm::Group>, ranks: &[usize], name: &str| {
+        Ok::<_, fsdp::Error>(group.split(ranks, name)?.expect("every rank is in one"))
+    };
+    Ok(Groups {
+        gather: split(&groups.gather, &row, "gather")?,
+        reduce: split(&groups.reduce, &row, "reduce")?,
+        replicate: split(&groups.reduce, &column, "replicate")?,
+        world: groups.world,
+    })
+}
+
 /// Runs `body` as every rank, with an engine that has its weights.
 pub fn on_ranks<T: Send>(
     model: &Arc<Model>,
@@ -108,6 +128,7 @@ pub fn on_ranks<T: Send>(
 ) -> Result<Vec<T>> {
     let plan = Arc::new(Plan::new(model, settings.clone(), Profile::Cpu)?);
     on_threads(settings.ranks, |rank, device: Arc<dyn Device>, groups: Groups| {
+        let groups = grid(groups, settings.replicate)?;
         let mut engine = Engine::new(device, plan.clone(), model.clone(), groups)?;
         engine.fill(&Seeded)?;
         body(rank, engine)

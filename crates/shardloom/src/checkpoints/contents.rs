@@ -23,8 +23,11 @@ const COMPANIONS: [&str; 6] = [
 /// A folder that goes along too.
 const TEMPLATES: &str = "additional_chat_templates";
 
-/// Name and shape of every weight, and of the two moments of those that are trained.
-pub fn tensors(model: &Model) -> (Vec<(String, Vec<usize>)>, Vec<(String, Vec<usize>)>) {
+/// The name and shape of a tensor.
+pub type Named = (String, Vec<usize>);
+
+/// Every weight, and the two moments of those that are trained.
+pub fn tensors(model: &Model) -> (Vec<Named>, Vec<Named>) {
     let (mut weights, mut moments) = (Vec::new(), Vec::new());
     for item in &model.items {
         for spec in &item.members {
@@ -47,6 +50,14 @@ pub fn dtypes(run: &Run) -> (Dtype, Dtype) {
     (file_dtype(weights), file_dtype(run.precision.moments))
 }
 
+/// Bytes a rank copies to host memory when it saves, padding included. Those that hold the same shard share it out.
+pub fn snapshot_bytes(run: &Run, plan: &fsdp::Plan) -> usize {
+    let (weights, moments) = dtypes(run);
+    let settings = &plan.settings;
+    let holders = if settings.is_sharded() { settings.replicate } else { settings.ranks };
+    plan.layout.owned(true).div_ceil(holders) * (weights.bytes() + 2 * moments.bytes())
+}
+
 /// The plans of a checkpoint, and of a folder of the weights alone. `dir` appears in errors.
 pub fn plans(run: &Run, model: &Model, dir: &Path) -> Result<(Plan, Plan)> {
     let ((weights, moments), (weight_dtype, moment_dtype)) = (tensors(model), dtypes(run));
@@ -56,7 +67,7 @@ pub fn plans(run: &Run, model: &Model, dir: &Path) -> Result<(Plan, Plan)> {
     Ok((whole, Plan::new(dir, weights, [], MAX_PART_BYTES)?))
 }
 
-fn specs(tensors: &[(String, Vec<usize>)], dtype: Dtype) -> Vec<Spec<'_>> {
+fn specs(tensors: &[Named], dtype: Dtype) -> Vec<Spec<'_>> {
     tensors.iter().map(|(name, shape)| (name.as_str(), dtype, shape.as_slice())).collect()
 }
 

@@ -8,6 +8,7 @@ mod resume;
 mod save;
 
 pub use command::{Export, export, inspect, verify};
+pub(crate) use contents::snapshot_bytes;
 pub use dcp::{DcpExport, DcpImport, export_dcp, import_dcp};
 pub use resume::Resume;
 pub(crate) use resume::{Resumed, agree_on};

@@ -10,7 +10,7 @@ use checkpoint::storage::Disk;
 use checkpoint::{Reader, Receipt, Series, State, moment_names};
 use comm::Group;
 use device::Dtype;
-use fsdp::{Engine, Groups, Saved, Slot};
+use fsdp::{Engine, Groups, Saved, Scaler, Slot};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tensor::Model;
@@ -41,6 +41,7 @@ impl Resume {
     fn find(&self, run: &Run) -> Result<Option<PathBuf>> {
         let own = Series::new(run.output.join("checkpoints"), Arc::new(Disk));
         own.recover()?;
+        checkpoint::recover(&Disk, &run.output.join("model"))?;
         match self {
             Resume::No => Ok(None),
             Resume::Latest => last_of(&own),
@@ -89,9 +90,7 @@ pub(crate) fn agree_on(resume: &Resume, run: &Run, ranks: &dyn Group) -> Result<
         Err(error) => format!("!{error}"),
     };
     let all = ranks.exchange(message.as_bytes(), "checkpoint to resume")?;
-    if mine.is_err() {
-        return mine;
-    }
+    mine?;
     let said = String::from_utf8_lossy(&all[0]).into_owned();
     match said.split_at_checked(1) {
         Some(("+", path)) => Ok(Some(path.into())),
@@ -129,9 +128,9 @@ impl Resumed {
     }
 
     /// The next row to train on.
-    pub fn cursor(&self, stream: &Stream, global_batch: usize) -> Result<Cursor> {
+    pub fn cursor(&self, stream: &Stream, fingerprint: u64, global_batch: usize) -> Result<Cursor> {
         match self.state.data {
-            Some(position) if position.fingerprint == stream.fingerprint() => {
+            Some(position) if position.fingerprint == fingerprint => {
                 Ok(Cursor { epoch: position.epoch, row: position.row })
             }
             Some(_) => Err(Error::Config(format!(
@@ -148,6 +147,7 @@ impl Resumed {
     /// read once, as it was written.
     pub fn restore(&self, engine: &mut Engine, groups: &Groups) -> Result<()> {
         engine.restore(self)?;
+        engine.set_scaler(&self.scaler(engine)?)?;
         let mine = self.reader.receipt();
         if !engine.plan().settings.is_sharded() {
             return Ok(self.reader.prove([mine])?);
@@ -155,6 +155,24 @@ impl Resumed {
         let all = groups.reduce.exchange(&mine.to_bytes(), "what was read of the checkpoint")?;
         let receipts = all.iter().map(|bytes| Receipt::from_bytes(bytes).unwrap_or_default());
         Ok(self.reader.prove(receipts)?)
+    }
+}
+
+impl Resumed {
+    /// The loss scaler as it was, or as it is at the beginning where there was none.
+    fn scaler(&self, engine: &Engine) -> Result<Scaler> {
+        let State { step, optimizer_step, scaler, .. } = self.state;
+        let skipped_steps = step.saturating_sub(optimizer_step);
+        match (engine.plan().settings.loss_scale(), scaler) {
+            (Some(_), Some(saved)) if saved.scale > 0.0 && saved.scale.is_finite() => {
+                Ok(Scaler { scale: saved.scale, good_steps: saved.good_steps as u32, skipped_steps })
+            }
+            (Some(_), Some(saved)) => {
+                let what = format!("a loss scale of {} cannot be", saved.scale);
+                Err(Error::file(self.dir().join(State::FILE), what))
+            }
+            _ => Ok(Scaler { skipped_steps, ..engine.scaler()? }),
+        }
     }
 }
 

@@ -140,6 +140,16 @@ impl Saver {
         saved.map(Some)
     }
 
+    /// Bytes of all ranks' tensors in a checkpoint.
+    pub fn total_bytes(&self) -> u64 {
+        self.place.checkpoint_plan.data_bytes()
+    }
+
+    /// Bytes of this rank's last snapshot, once its save has ended.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.spare.len()
+    }
+
     /// How long steps have waited for saves since this was last asked.
     pub fn take_waited(&mut self) -> Option<Duration> {
         self.waited.take()
@@ -161,7 +171,11 @@ impl Place {
         let weight = if self.weights.0 == SavedAs::Master { Slot::Master } else { Slot::Compute };
         let size = |slot: Slot| engine.slot_dtype(slot).bytes();
         let each = size(weight) + size(Slot::Moment1) + size(Slot::Moment2);
-        bytes.resize(trained.iter().map(|stretch| stretch.len * each).sum(), 0);
+        let total = trained.iter().map(|stretch| stretch.len * each).sum();
+        if bytes.len() != total {
+            // Fresh pages, which nobody has to fill with zeros first.
+            bytes = vec![0; total];
+        }
         let (mut pieces, mut end) = (Vec::with_capacity(3 * trained.len()), 0);
         for stretch in &trained {
             let [first, second] = moment_names(&stretch.name);

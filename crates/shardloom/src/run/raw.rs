@@ -159,7 +159,19 @@ pub struct Shard {
     pub after_forward: toml::Value,
     pub prefetch: usize,
     pub offload: toml::Value,
-    pub unit: Vec<toml::Value>,
+    pub unit: Vec<UnitRule>,
+}
+
+/// `[[shard.unit]]`
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitRule {
+    #[serde(default)]
+    pub kinds: Vec<String>,
+    /// First block, and the first that is not meant any more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<[usize; 2]>,
+    pub after_forward: toml::Value,
 }
 
 impl Default for Shard {

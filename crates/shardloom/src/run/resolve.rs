@@ -4,7 +4,9 @@ use super::data::DataSource;
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
-use fsdp::{Accumulate, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, Wrap};
+use fsdp::{
+    Accumulate, AfterForward, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, UnitRule, Wrap,
+};
 use std::path::PathBuf;
 use std::time::Duration;
 use tensor::models::Config;
@@ -138,6 +140,8 @@ pub struct Run {
     pub accumulate: Accumulate,
     pub wrap: Wrap,
     pub prefetch: usize,
+    pub after_forward: AfterForward,
+    pub units: Vec<UnitRule>,
     pub device: DeviceChoice,
     pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
@@ -150,6 +154,8 @@ pub struct Run {
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
+    /// Ends before its time, after this step.
+    pub stop_after: Option<u64>,
     /// The configuration itself, defaults filled in: checkpoints take it along.
     pub given: serde_json::Value,
 }
@@ -228,6 +234,8 @@ impl Run {
             )?,
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
+            after_forward: after_forward("shard.after_forward", &raw.shard.after_forward)?,
+            units: raw.shard.unit.iter().map(unit_rule).collect::<Result<_>>()?,
             device: choose(
                 "device.kind",
                 &raw.device.kind,
@@ -263,6 +271,7 @@ impl Run {
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+            stop_after: None,
             given,
         })
     }
@@ -293,6 +302,8 @@ impl Run {
             replicate: self.replicate,
             wrap: self.wrap.clone(),
             prefetch: self.prefetch,
+            after_forward: self.after_forward,
+            units: self.units.clone(),
             precision: self.precision,
             micro_batches,
             keep: self.keep,
@@ -349,9 +360,7 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
-    only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
-    only("shard.unit", raw.shard.unit.len(), 0)?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
@@ -474,6 +483,31 @@ fn replicate(raw: &raw::Shard) -> Result<usize> {
         (false, 2..) => wrong("shard.replicate goes with shard.strategy = \"hybrid\""),
         (_, replicate) => Ok(replicate),
     }
+}
+
+fn after_forward(key: &str, value: &toml::Value) -> Result<AfterForward> {
+    match value {
+        toml::Value::Integer(size) if *size > 0 => Ok(AfterForward::Group(*size as usize)),
+        toml::Value::String(word) => choose(
+            key,
+            word,
+            &[("auto", AfterForward::Auto), ("free", AfterForward::Free), ("keep", AfterForward::Keep)],
+        ),
+        other => wrong(format!("{key} = {other} is none of auto, free, keep and a number of ranks")),
+    }
+}
+
+fn unit_rule(raw: &raw::UnitRule) -> Result<UnitRule> {
+    let blocks = match raw.blocks {
+        Some([from, to]) if from >= to => {
+            return wrong(format!(
+                "shard.unit: blocks = [{from}, {to}] are none; the second number is the end"
+            ));
+        }
+        blocks => blocks.map(|[from, to]| from..to),
+    };
+    let after_forward = after_forward("shard.unit: after_forward", &raw.after_forward)?;
+    Ok(UnitRule { kinds: raw.kinds.clone(), blocks, after_forward })
 }
 
 fn wrap(raw: raw::Wrap) -> Result<Wrap> {

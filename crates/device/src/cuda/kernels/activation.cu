@@ -2,63 +2,92 @@
 
 // Split-half rotation in place; one block a token. `sign` is 1 forward and -1 for the inverse. Tables, products
 // and sums are each rounded to the storage type. `vector`: rows, halves of heads and tables are 16-byte aligned.
-//
-// A thread rotates the same columns of one head after another, so that it reads the tables once.
+template <typename T> __device__ __forceinline__ void rotate(float& a, float& b, float c, float s) {
+    const float low = rounded<T>(a * c) - rounded<T>(b * s);
+    b = rounded<T>(b * c) + rounded<T>(a * s);
+    a = low;
+}
+
+// Heads that a thread has on their way at once.
+#define HEADS 4
+
+// Eight columns of both halves of several heads.
+template <typename T> struct Heads {
+    Eight<T> low[HEADS], high[HEADS];
+
+    __device__ __forceinline__ void load(const T* row, int head, int apart, int heads, i64 head_dim) {
+#pragma unroll
+        for (int k = 0; k < HEADS; k++) {
+            if (head + k * apart >= heads) break;
+            const T* at = row + (head + k * apart) * head_dim;
+            low[k].load(at);
+            high[k].load(at + head_dim / 2);
+        }
+    }
+};
+
+// A thread rotates the same columns of one head after another, so that it reads the tables once; the heads are on
+// their way before the tables are.
+template <typename T>
+__device__ void rope_by_eight(
+    T* x, const int* positions, const float* cos, const float* sin, i64 tokens, int heads, i64 head_dim,
+    i64 stride, float sign
+) {
+    const int half = (int)(head_dim / 2), groups = half / 8;
+    const int by_threads = (int)blockDim.x / groups, by_heads = (heads + HEADS - 1) / HEADS;
+    const int apart = by_threads < by_heads ? by_threads : by_heads;
+    const int column = threadIdx.x % groups * 8, first = threadIdx.x / groups;
+    if (first >= apart) return;
+    int position = blockIdx.x < tokens ? positions[blockIdx.x] : 0;
+    for (i64 token = blockIdx.x; token < tokens; token += gridDim.x) {
+        T* row = x + token * stride + column;
+        Heads<T> now;
+        now.load(row, first, apart, heads, head_dim);
+        const i64 table = (i64)position * half + column;
+        // The next token's position is known when its turn comes.
+        if (token + gridDim.x < tokens) position = positions[token + gridDim.x];
+        float c[8], s[8];
+        load8(cos + table, c);
+        load8(sin + table, s);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            c[j] = rounded<T>(c[j]);
+            s[j] = sign * rounded<T>(s[j]);
+        }
+        for (int head = first; head < heads; head += HEADS * apart) {
+            if (head != first) now.load(row, head, apart, heads, head_dim);
+#pragma unroll
+            for (int k = 0; k < HEADS; k++) {
+                if (head + k * apart >= heads) break;
+                float a[8], b[8];
+                now.low[k].values(a);
+                now.high[k].values(b);
+#pragma unroll
+                for (int j = 0; j < 8; j++) rotate<T>(a[j], b[j], c[j], s[j]);
+                T* at = row + (head + k * apart) * head_dim;
+                store8(at, a);
+                store8(at + half, b);
+            }
+        }
+    }
+}
+
 template <typename T>
 __device__ void rope(
     T* x, const int* positions, const float* cos, const float* sin, i64 tokens, i64 heads, i64 head_dim,
     i64 stride, float sign, i64 vector
 ) {
-    const int half = (int)(head_dim / 2), width = vector ? 8 : 1, groups = half / width;
+    if (vector) return rope_by_eight(x, positions, cos, sin, tokens, (int)heads, head_dim, stride, sign);
+    const i64 half = head_dim / 2;
     for (i64 token = blockIdx.x; token < tokens; token += gridDim.x) {
         const i64 table = (i64)positions[token] * half;
-        for (int group = threadIdx.x % groups; group < groups; group += blockDim.x) {
-            const int i = group * width;
-            // Fewer threads than groups: all of them share one head at a time.
-            const int first_head = (int)blockDim.x < groups ? 0 : threadIdx.x / groups;
-            const int heads_at_once = (int)blockDim.x < groups ? 1 : blockDim.x / groups;
-            if (first_head >= heads_at_once) break;
-            float c[8], s[8];
-            if (vector) {
-                load8(cos + table + i, c);
-                load8(sin + table + i, s);
-            } else {
-                c[0] = cos[table + i];
-                s[0] = sin[table + i];
-            }
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                if (j >= width) break;
-                c[j] = rounded<T>(c[j]);
-                s[j] = sign * rounded<T>(s[j]);
-            }
-            for (int head = first_head; head < (int)heads; head += heads_at_once) {
-                T* first = x + token * stride + head * head_dim + i;
-                T* second = first + half;
-                float a[8], b[8];
-                if (vector) {
-                    load8(first, a);
-                    load8(second, b);
-                } else {
-                    a[0] = to_f32(*first);
-                    b[0] = to_f32(*second);
-                }
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (j >= width) break;
-                    const float low = rounded<T>(a[j] * c[j]) - rounded<T>(b[j] * s[j]);
-                    const float high = rounded<T>(b[j] * c[j]) + rounded<T>(a[j] * s[j]);
-                    a[j] = low;
-                    b[j] = high;
-                }
-                if (vector) {
-                    store8(first, a);
-                    store8(second, b);
-                } else {
-                    *first = from_f32<T>(a[0]);
-                    *second = from_f32<T>(b[0]);
-                }
-            }
+        for (i64 item = threadIdx.x; item < heads * half; item += blockDim.x) {
+            T* at = x + token * stride + item / half * head_dim + item % half;
+            float a = to_f32(at[0]), b = to_f32(at[half]);
+            const float c = cos[table + item % half], s = sin[table + item % half];
+            rotate<T>(a, b, rounded<T>(c), sign * rounded<T>(s));
+            at[0] = from_f32<T>(a);
+            at[half] = from_f32<T>(b);
         }
     }
 }

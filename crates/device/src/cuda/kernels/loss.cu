@@ -37,49 +37,70 @@ __device__ __forceinline__ Running block_merged(Running a) {
     return warp_merged(a);
 }
 
+// exp(x − max) for many x and one max. For 16-bit logits in one step: `scaled_max` is max · log2 e.
+template <typename T> __device__ __forceinline__ float exp_below(float x, float max, float scaled_max) {
+    return sizeof(T) == 2 ? quick_exp2(__fmaf_rn(x, LOG2_E, -scaled_max)) : expf(x - max);
+}
+
 // One more run of eights. The exponentials are summed once their maximum is known.
 template <typename T, int N> __device__ __forceinline__ Running with_eights(Running state, const Eight<T>* eights) {
-    float max = state.max;
+    float v[N][8], max = state.max;
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        float v[8];
-        eights[k].values(v);
-#pragma unroll
-        for (int j = 0; j < 8; j++) max = fmaxf(max, v[j]);
+        eights[k].values(v[k]);
+        // As a tree, so that the next one need not wait for the last.
+        const float low = fmaxf(fmaxf(v[k][0], v[k][1]), fmaxf(v[k][2], v[k][3]));
+        max = fmaxf(max, fmaxf(low, fmaxf(fmaxf(v[k][4], v[k][5]), fmaxf(v[k][6], v[k][7]))));
     }
+    const float scaled_max = max * LOG2_E;
     float sum = state.sum * exp_for<T>(state.max - max);
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        float v[8];
-        eights[k].values(v);
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum += exp_for<T>(v[j] - max);
+        for (int j = 0; j < 8; j++) v[k][j] = exp_below<T>(v[k][j], max, scaled_max);
+        sum += ((v[k][0] + v[k][1]) + (v[k][2] + v[k][3])) + ((v[k][4] + v[k][5]) + (v[k][6] + v[k][7]));
     }
     return {max, sum};
 }
 
-// This thread's part of the row's statistics. The first `kept` eights stay in shared memory for the second pass.
+// Eights of a row that a thread has on their way at once.
+#define AT_ONCE (sizeof(T) == 2 ? 4 : 2)
+
+// The thread's eights from the `start`th of the row on; those beyond its end stay as they are.
+template <typename T>
+__device__ __forceinline__ void load_eights(Eight<T>* eights, const T* row, i64 start, i64 groups) {
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+        const i64 at = start + threadIdx.x + k * (i64)blockDim.x;
+        if (at < groups) eights[k].load(row + at * 8);
+    }
+}
+
+// This thread's part of the row's statistics. The first `kept` eights stay in shared memory for the second pass. The
+// next eights are on their way while these are summed.
 template <typename T>
 __device__ __forceinline__ Running row_statistics(const T* row, i64 vocab, i64 groups, Eight<T>* keep, i64 kept) {
-    const int AT_ONCE = sizeof(T) == 2 ? 4 : 2;
+    const i64 batch = AT_ONCE * (i64)blockDim.x;
     Running state = {LOWEST, 0.0f};
-    i64 i = threadIdx.x;
-    for (; i + (AT_ONCE - 1) * (i64)blockDim.x < groups; i += AT_ONCE * (i64)blockDim.x) {
-        Eight<T> eights[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) eights[k].load(row + (i + k * (i64)blockDim.x) * 8);
+    Eight<T> now[AT_ONCE], next[AT_ONCE];
+    load_eights(now, row, 0, groups);
+    for (i64 start = 0; start < groups; start += batch) {
+        load_eights(next, row, start + batch, groups);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            const i64 at = i + k * (i64)blockDim.x;
-            if (at < kept) keep[at] = eights[k];
+            const i64 at = start + threadIdx.x + k * (i64)blockDim.x;
+            if (at < kept) keep[at] = now[k];
         }
-        state = with_eights<T, AT_ONCE>(state, eights);
-    }
-    for (; i < groups; i += blockDim.x) {
-        Eight<T> one;
-        one.load(row + i * 8);
-        if (i < kept) keep[i] = one;
-        state = with_eights<T, 1>(state, &one);
+        if (start + batch <= groups) {
+            state = with_eights<T, AT_ONCE>(state, now);
+        } else {
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                if (start + threadIdx.x + k * (i64)blockDim.x < groups) state = with_eights<T, 1>(state, now + k);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) now[k] = next[k];
     }
     for (i64 c = groups * 8 + threadIdx.x; c < vocab; c += blockDim.x) {
         state = merged(state, Running{to_f32(row[c]), 1.0f});
@@ -93,25 +114,29 @@ __device__ __forceinline__ void write_gradient(
     T* row, i64 vocab, i64 groups, Running whole, i64 label, float seed, bool ignored, const Eight<T>* keep,
     i64 kept
 ) {
-    const float inverse = 1.0f / whole.sum;
+    // A row that is ignored has a gradient of zero.
+    const float factor = ignored ? 0.0f : seed / whole.sum, scaled_max = whole.max * LOG2_E;
+    const float at_label = ignored ? 0.0f : seed;
 #pragma unroll 4
     for (i64 i = threadIdx.x; i < groups; i += blockDim.x) {
         float v[8];
         if (i < kept) keep[i].values(v);
         else load8(row + i * 8, v);
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = exp_for<T>(v[j] - whole.max) * inverse;
+        for (int j = 0; j < 8; j++) v[j] = exp_below<T>(v[j], whole.max, scaled_max) * factor;
         if (i == label / 8) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) v[j] -= j == label % 8 ? 1.0f : 0.0f;
+            for (int j = 0; j < 8; j++) v[j] -= j == label % 8 ? at_label : 0.0f;
         }
+        if (ignored) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = ignored ? 0.0f : v[j] * seed;
+            for (int j = 0; j < 8; j++) v[j] = 0.0f;
+        }
         store8(row + i * 8, v);
     }
     for (i64 i = groups * 8 + threadIdx.x; i < vocab; i += blockDim.x) {
-        const float p = exp_for<T>(to_f32(row[i]) - whole.max) * inverse;
-        row[i] = from_f32<T>(ignored ? 0.0f : (p - (i == label ? 1.0f : 0.0f)) * seed);
+        const float p = exp_below<T>(to_f32(row[i]), whole.max, scaled_max) * factor;
+        row[i] = from_f32<T>(ignored ? 0.0f : p - (i == label ? at_label : 0.0f));
     }
 }
 
@@ -146,7 +171,7 @@ __device__ void cross_entropy(
 }
 
 #define CROSS_ENTROPY(T, t) \
-    extern "C" __global__ void __launch_bounds__(1024) cross_entropy_##t( \
+    extern "C" __global__ void __launch_bounds__(512) cross_entropy_##t( \
         T* logits, const int* labels, float* losses, const float* seed, i64 rows, i64 vocab, i64 stride, \
         i64 vector, i64 kept \
     ) { \

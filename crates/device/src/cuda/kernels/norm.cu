@@ -96,7 +96,8 @@ template <typename T, int GROUPS> struct GradRow {
 };
 
 // Block b handles rows b, b + blocks, ... and leaves its part of the weight's gradient in row b of `partials`. The
-// row, the weight and that part stay in registers; the next row is on its way while this one is summed.
+// row, the weight and that part stay in registers; where these suffice, the next row is on its way while this one is
+// summed.
 template <typename T, int GROUPS>
 __device__ void rms_norm_grad_in_registers(
     const T* dout, const T* x, const T* weight, const float* rstd, const T* dresidual, T* dx, float* partials,
@@ -111,10 +112,12 @@ __device__ void rms_norm_grad_in_registers(
 #pragma unroll
         for (int j = 0; j < 8; j++) sums[g][j] = 0.0f;
     }
+    const bool AHEAD = sizeof(T) * GROUPS <= 4;
     GradRow<T, GROUPS> now, next;
-    if (blockIdx.x < rows) now.load(dout, x, dresidual, rstd, blockIdx.x, cols);
+    if (AHEAD && blockIdx.x < rows) now.load(dout, x, dresidual, rstd, blockIdx.x, cols);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        if (row + gridDim.x < rows) next.load(dout, x, dresidual, rstd, row + gridDim.x, cols);
+        if (!AHEAD) now.load(dout, x, dresidual, rstd, row, cols);
+        else if (row + gridDim.x < rows) next.load(dout, x, dresidual, rstd, row + gridDim.x, cols);
         const float r = now.rstd;
         float dot = 0.0f;
 #pragma unroll
@@ -150,7 +153,7 @@ __device__ void rms_norm_grad_in_registers(
             }
             store8(dx + row * cols + c, d);
         }
-        now = next;
+        if (AHEAD) now = next;
     }
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {

@@ -130,22 +130,24 @@ template <typename T> struct Eight {
     }
 };
 
-// exp with the hardware's quick power of two, a few units in f32's last place off: for values that are rounded to
-// 16 bits at once, where the exact one would cost more than the memory traffic.
-__device__ __forceinline__ float quick_exp(float x) {
+// The hardware's quick power of two, a few units in f32's last place off: for values that are rounded to 16 bits at
+// once, where the exact one would cost more than the memory traffic.
+__device__ __forceinline__ float quick_exp2(float x) {
     float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+#define LOG2_E 1.44269504f
+
 template <typename T> __device__ __forceinline__ float exp_for(float x) {
-    return sizeof(T) == 2 ? quick_exp(x) : expf(x);
+    return sizeof(T) == 2 ? quick_exp2(x * LOG2_E) : expf(x);
 }
 
 template <typename T> __device__ __forceinline__ float reciprocal_for(float x) {
     if (sizeof(T) != 2) return 1.0f / x;
     float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
