@@ -114,10 +114,11 @@ impl Case {
             None => profile.attention_grad_scratch(&shape, Dtype::Bf16),
             Some(_) => profile.packed_attention_grad_scratch(&shape, Dtype::Bf16),
         };
-        let scratch = device.alloc_buffer(Dtype::U8, bytes.max(grad_bytes), "scratch")?;
+        let scratch = device.alloc_buffer(Dtype::U8, bytes, "scratch")?;
+        let grad_scratch = device.alloc_buffer(Dtype::U8, grad_bytes, "scratch")?;
         let (out, lse, scratch, document_start) = (&out, &lse, &scratch, starts.as_ref());
         let forward = Attention { shape, qkv: &qkv, document_start, out, lse, scratch };
-        let (dout, dqkv) = (&dout, &dqkv);
+        let (dout, dqkv, scratch) = (&dout, &dqkv, &grad_scratch);
         let backward = AttentionGrad { shape, qkv: &qkv, document_start, out, lse, dout, dqkv, scratch };
         let forward_ms = time(&stream, || device.attention(&stream, &forward))?;
         let backward_ms = time(&stream, || device.attention_grad(&stream, &backward))?;

@@ -142,7 +142,7 @@ impl Cuda {
     }
 
     /// Writes a table of the documents into the scratch; returns it and the rest of the scratch. None where cuDNN
-    /// takes no documents (before Hopper), or the scratch is too small.
+    /// takes no documents (it does on Hopper and the Blackwell of servers), or the scratch is too small.
     fn document_table(
         &self,
         stream: &Stream,
@@ -151,7 +151,7 @@ impl Cuda {
         scratch: &Buffer,
     ) -> Result<Option<(DocumentTable, Buffer)>> {
         let (bytes, room) = (DocumentTable::bytes(s), scratch.num_bytes());
-        if self.context.arch < 90 || room < bytes || !aligned(&[scratch]) {
+        if !(90..110).contains(&self.context.arch) || room < bytes || !aligned(&[scratch]) {
             return Ok(None);
         }
         let rest = scratch.cast_bits(Dtype::U8)?.slice(bytes, room - bytes)?;
