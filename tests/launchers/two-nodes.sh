@@ -1,7 +1,7 @@
 #!/bin/bash
 # Two nodes imitated by network namespaces: launchers meet over a link of their own, once by number (static) and
-# once at an endpoint (c10d), and the job trains as on one machine. Then a node loses its link: the other must end
-# and say whom it lost. As root.
+# once at an endpoint (c10d), and the job trains, over tcp, as on one machine. Then a node loses its link, while ranks
+# sleep and while they train: both sides must end and say whom they lost. As root.
 . "$(dirname "$0")/job.sh"
 export SHARDLOOM_SECRET="two nodes of $$"
 need ip "apt-get install iproute2"
@@ -10,7 +10,7 @@ if ! ip netns add shardloom-a 2>/dev/null; then
     exit 0
 fi
 ip netns add shardloom-b
-trap 'ip netns del shardloom-a; ip netns del shardloom-b; rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; ip netns del shardloom-a; ip netns del shardloom-b; rm -rf "$work"' EXIT
 ip link add shl-a netns shardloom-a type veth peer name shl-b netns shardloom-b
 for side in a:1 b:2; do
     ns=shardloom-${side%:*}
@@ -41,19 +41,55 @@ for how in static c10d; do
     fi
 done
 
-on b --node-rank 1 --master-addr 10.77.0.1 -- sleep 60 >"$work/b" 2>&1 &
-b=$!
-on a --node-rank 0 --master-addr 10.77.0.1 -- sleep 60 >"$work/a" 2>&1 &
-a=$!
-sleep 2
-ip -n shardloom-b link set shl-b down
-if wait $a || wait $b; then
-    echo "failed: a cut link went unnoticed"
+# Trains as on one machine.
+static="--master-addr 10.77.0.1"
+"$SHARDLOOM" train "$(run_file alone)" --ranks $((2 * RANKS))
+run=$(run_file nodes)
+on b --node-rank 1 $static -- "$SHARDLOOM" train "$run" >"$work/b" 2>&1 &
+if ! on a --node-rank 0 $static -- "$SHARDLOOM" train "$run" >"$work/a" 2>&1 || ! wait $! ||
+    [ "$(losses alone)" != "$(losses nodes)" ]; then
+    cat "$work/a" "$work/b"
+    echo "failed: $((2 * RANKS)) ranks on two nodes do not train as on one"
     exit 1
 fi
-cat "$work/a" "$work/b"
+
+# cut READY WORDS…: runs WORDS on both nodes, and cuts the link when READY succeeds; both must fail.
+cut() {
+    on b --node-rank 1 $static -- "${@:2}" >"$work/b" 2>&1 &
+    b=$!
+    on a --node-rank 0 $static -- "${@:2}" >"$work/a" 2>&1 &
+    a=$!
+    for _ in $(seq 600); do
+        if $1; then break; fi
+        sleep 0.1
+    done
+    ip -n shardloom-b link set shl-b down
+    if wait $a || wait $b; then
+        cat "$work/a" "$work/b"
+        echo "failed: a cut link went unnoticed"
+        exit 1
+    fi
+    ip -n shardloom-b link set shl-b up
+    cat "$work/a" "$work/b"
+}
+
+trains() {
+    [ "$(grep -c loss "$work/long/metrics.jsonl" 2>/dev/null)" -ge 3 ] 2>/dev/null
+}
+(cd "$here/../.." && cut trains "$SHARDLOOM" train examples/quickstart/RUN.toml --set train.steps=1000000 \
+    --set train.global_batch=$((2 * RANKS)) --set data.seq_len=32 --set device.kind=cpu --set log.sinks='["jsonl"]' \
+    --set log.every=1 --set output.model=false --set "output.dir=\"$work/long\"") || exit 1
+if ! grep -q 'node 1 (node-b)\|rank [23]' "$work/a" || ! grep -q '10.77.0.1\|rank [01]' "$work/b"; then
+    echo "failed: ranks that train do not say whom they lost"
+    exit 1
+fi
+
+sleep_well() {
+    sleep 2
+}
+cut sleep_well sleep 60
 if ! grep -q 'node 1 (node-b) has given no sign of life' "$work/a" || ! grep -q '10.77.0.1:29500' "$work/b"; then
     echo "failed: the node that was lost is not named"
     exit 1
 fi
-echo "passed: two nodes meet by static and c10d, and notice a cut link"
+echo "passed: two nodes meet by static and c10d, train over tcp, and notice a cut link"

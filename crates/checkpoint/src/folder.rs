@@ -1,6 +1,6 @@
 //! The weights of a Hugging Face folder: `model.safetensors`, or parts and `model.safetensors.index.json`.
 
-use crate::safetensors::{File, Layout, TensorInfo, Writer, write_whole};
+use crate::safetensors::{File, Layout, TensorInfo};
 use crate::{Dtype, Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -134,27 +134,25 @@ fn open_part(dir: &Path, index: &Path, name: &str, part: &str) -> Result<File> {
     File::open(path)
 }
 
-/// How weights are to be written into a folder: which part each goes into, and where in it. It depends on
+/// How tensors are to be written into a folder: which part each goes into, and where in it. It depends on
 /// names, dtypes, shapes and the limit only, so that several writers agree without talking.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    dir: PathBuf,
+    stem: &'static str,
     parts: Vec<(String, Layout)>,
-    /// Name to the index of its part.
-    names: BTreeMap<String, usize>,
 }
 
 impl Plan {
-    /// Fills parts in the order given with at most `max_part_bytes` of data each; a larger weight has a part
-    /// of its own.
+    /// Fills parts in the order given with at most `max_part_bytes` of data each; a larger tensor has a part
+    /// of its own. Parts are named after `stem`: `model.safetensors`, or `model-00001-of-00002.safetensors` and so on.
+    /// `dir` appears in errors.
     pub fn new<'a>(
-        dir: impl AsRef<Path>,
+        dir: &Path,
+        stem: &'static str,
         tensors: impl IntoIterator<Item = (&'a str, Dtype, &'a [usize])>,
         max_part_bytes: u64,
     ) -> Result<Self> {
-        let dir = dir.as_ref();
         let (mut groups, mut filled) = (vec![Vec::new()], 0u64);
-        let mut names = BTreeMap::new();
         for (name, dtype, shape) in tensors {
             let bytes =
                 shape.iter().fold(dtype.bytes() as u64, |bytes, &dim| bytes.saturating_mul(dim as u64));
@@ -163,24 +161,19 @@ impl Plan {
                 filled = 0;
             }
             filled = filled.saturating_add(bytes);
-            let number = groups.len() - 1;
-            groups[number].push((name, dtype, shape));
-            if names.insert(name.to_string(), number).is_some() {
-                return Err(Error::entry(dir, name, "it is listed twice"));
-            }
+            groups.last_mut().expect("there is always a last one").push((name, dtype, shape));
         }
         let count = groups.len();
-        let file_name = |number: usize| match count {
-            1 => SINGLE.to_string(),
-            _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
-        };
         let mut parts = Vec::new();
         for (number, group) in groups.into_iter().enumerate() {
-            let file = file_name(number);
+            let file = match count {
+                1 => format!("{stem}.safetensors"),
+                _ => format!("{stem}-{:05}-of-{count:05}.safetensors", number + 1),
+            };
             let layout = Layout::new(&dir.join(&file), group)?;
             parts.push((file, layout));
         }
-        Ok(Plan { dir: dir.to_path_buf(), parts, names })
+        Ok(Plan { stem, parts })
     }
 
     /// File names and layouts, part by part.
@@ -188,59 +181,27 @@ impl Plan {
         self.parts.iter().map(|(file, layout)| (file.as_str(), layout))
     }
 
-    /// Index of the part that holds a weight.
-    pub fn part_of(&self, name: &str) -> Option<usize> {
-        self.names.get(name).copied()
-    }
-
-    /// Creates part `number` under its temporary name. One writer does this for each part.
-    pub fn create(&self, number: usize) -> Result<Writer> {
-        let (file, layout) = self.part(number)?;
-        Writer::create(self.dir.join(file), layout.clone())
-    }
-
-    /// Opens part `number` after another writer has created it.
-    pub fn join(&self, number: usize) -> Result<Writer> {
-        let (file, layout) = self.part(number)?;
-        Writer::join(self.dir.join(file), layout.clone())
-    }
-
-    fn part(&self, number: usize) -> Result<&(String, Layout)> {
-        self.parts.get(number).ok_or_else(|| Error::Missing {
-            path: self.dir.clone(),
-            key: format!("part {number}"),
-            hint: format!(": {} are planned", self.parts.len()),
-        })
-    }
-
-    /// When every part is finished: writes the index where there are several parts, and removes what would
-    /// make readers take older weights instead of these (an older index, or an older `model.safetensors`).
-    pub fn finish(&self) -> Result<()> {
-        let stale = if self.parts.len() == 1 {
-            INDEX
-        } else {
-            let path = self.dir.join(INDEX);
-            let json = serde_json::to_vec_pretty(&self.index())
-                .map_err(|e| Error::format(&path, format!("it cannot be written: {e}")))?;
-            write_whole(&path, &json)?;
-            SINGLE
-        };
-        let stale = self.dir.join(stale);
-        match std::fs::remove_file(&stale) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(&stale, "remove the older")(e))
-            }
-            _ => Ok(()),
+    /// Name and contents of the index, where there are several parts.
+    pub fn index(&self) -> Option<(String, Vec<u8>)> {
+        if self.parts.len() == 1 {
+            return None;
         }
-    }
-
-    fn index(&self) -> Index {
         let tensors = || self.parts.iter().flat_map(|(_, layout)| layout.tensors());
         let total_size: u64 = self.parts.iter().map(|(_, layout)| layout.data_bytes()).sum();
         let total_parameters: u64 = tensors().map(|(_, info)| info.num_elements()).sum();
-        Index {
+        let map = self
+            .parts
+            .iter()
+            .flat_map(|(file, layout)| layout.tensors().map(|(name, _)| (name.to_string(), file.clone())));
+        let index = Index {
             metadata: serde_json::json!({ "total_parameters": total_parameters, "total_size": total_size }),
-            weight_map: self.names.iter().map(|(name, &n)| (name.clone(), self.parts[n].0.clone())).collect(),
-        }
+            weight_map: map.collect(),
+        };
+        let json = serde_json::to_vec_pretty(&index).expect("names and numbers are always JSON");
+        Some((format!("{}.safetensors.index.json", self.stem), json))
+    }
+
+    pub(crate) fn into_parts(self) -> Vec<(String, Layout)> {
+        self.parts
     }
 }

@@ -184,26 +184,24 @@ fn a_file_cut_anywhere_is_refused_and_a_changed_byte_never_panics() {
 }
 
 #[test]
-fn two_writers_make_one_file_that_others_read() {
+fn a_file_is_written_by_ranges_and_read_by_others() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
     let source = File::open(reference("llama3/model.safetensors")).unwrap();
     let entries = || source.tensors().map(|(name, info)| (name, info.dtype, info.shape.as_slice()));
     let layout = Layout::new(&path, entries()).unwrap();
     assert!(layout.header().len().is_multiple_of(8));
-    let first = Writer::create(&path, layout.clone()).unwrap();
-    let second = Writer::join(&path, layout.clone()).unwrap();
+    let writer = Writer::create(&path, layout.clone()).unwrap();
     for (name, _) in source.tensors() {
         let bytes = source.read(name).unwrap();
         let cut = bytes.len() / 3;
-        second.write_range(name, cut as u64, &bytes[cut..]).unwrap();
-        first.write_range(name, 0, &bytes[..cut]).unwrap();
-        assert!(first.write_range(name, 1, &bytes).is_err());
+        writer.write_range(name, cut as u64, &bytes[cut..]).unwrap();
+        writer.write_range(name, 0, &bytes[..cut]).unwrap();
+        assert!(writer.write_range(name, 1, &bytes).is_err());
     }
-    assert!(first.write_range("nothing", 0, &[]).is_err());
-    second.sync().unwrap();
+    assert!(writer.write_range("nothing", 0, &[]).is_err());
     assert!(!path.exists(), "the name appears only when the file is complete");
-    first.finish().unwrap();
+    writer.finish().unwrap();
 
     let bytes = std::fs::read(&path).unwrap();
     assert_eq!(bytes.len() as u64, layout.file_bytes());
@@ -213,18 +211,6 @@ fn two_writers_make_one_file_that_others_read() {
     }
     assert_eq!(File::open(&path).unwrap().metadata()["format"], "pt");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
-}
-
-#[test]
-fn joining_needs_the_same_layout() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("model.safetensors");
-    let layout = |len: usize| Layout::new(&path, [("a", Dtype::F32, &[len][..])]).unwrap();
-    assert!(Writer::join(&path, layout(2)).is_err());
-    let _first = Writer::create(&path, layout(2)).unwrap();
-    assert!(Writer::join(&path, layout(2)).is_ok());
-    let text = Writer::join(&path, layout(3)).unwrap_err().to_string();
-    assert!(text.contains("other names, dtypes or shapes"), "{text}");
 }
 
 #[test]
@@ -245,36 +231,29 @@ fn a_folder_is_split_into_parts_and_read_back() {
     let entries = || source.tensors().map(|(name, info)| (name, info.dtype, info.shape.as_slice()));
     for limit in [1, 100_000, u64::MAX] {
         let dir = tempfile::tempdir().unwrap();
-        let plan = Plan::new(dir.path(), entries(), limit).unwrap();
+        let plan = Plan::new(dir.path(), "model", entries(), limit).unwrap();
         let fits = |layout: &Layout| layout.data_bytes() <= limit || layout.tensors().len() == 1;
         assert!(plan.parts().all(|(_, layout)| fits(layout)));
-        // Leftovers of an older save in the other form.
-        let single = plan.parts().len() == 1;
-        let older = if single { "model.safetensors.index.json" } else { "model.safetensors" };
-        std::fs::write(dir.path().join(older), b"older").unwrap();
-
-        for (number, (_, layout)) in plan.parts().enumerate() {
-            let writer = plan.create(number).unwrap();
+        for (file, layout) in plan.parts() {
+            let writer = Writer::create(dir.path().join(file), layout.clone()).unwrap();
             for (name, _) in layout.tensors() {
-                assert_eq!(plan.part_of(name), Some(number));
                 writer.write_range(name, 0, &source.read(name).unwrap()).unwrap();
             }
             writer.finish().unwrap();
         }
-        plan.finish().unwrap();
-        assert!(plan.create(plan.parts().len()).is_err());
-
-        assert!(!dir.path().join(older).exists());
+        assert_eq!(plan.index().is_none(), plan.parts().len() == 1);
+        if let Some((file, index)) = plan.index() {
+            let text = String::from_utf8(index).unwrap();
+            assert!(text.contains("\"total_size\": 966656") && text.contains("\"total_parameters\": 241664"));
+            std::fs::write(dir.path().join(file), text).unwrap();
+        }
         let back = Weights::open(dir.path()).unwrap();
         assert!(back.tensors().map(|(name, _)| name).eq(source.tensors().map(|(name, _)| name)));
         for (name, _) in source.tensors() {
             assert_eq!(back.read(name).unwrap(), source.read(name).unwrap());
         }
-        if !single {
-            let text = std::fs::read_to_string(dir.path().join("model.safetensors.index.json")).unwrap();
-            assert!(text.contains("\"total_size\": 966656") && text.contains("\"total_parameters\": 241664"));
-        }
     }
     let twice = [("a", Dtype::F32, &[1usize][..]), ("a", Dtype::F32, &[1usize][..])];
-    assert!(Plan::new("x", twice, 1).is_err());
+    assert!(Plan::new(Path::new("x"), "model", twice, 4).is_ok(), "they lie in parts of their own");
+    assert!(Plan::new(Path::new("x"), "model", twice, 8).is_err());
 }

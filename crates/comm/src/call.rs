@@ -1,6 +1,6 @@
 //! What a rank issued, as all ranks of a group must agree on it, and as it travels between processes.
 
-use crate::Reduction;
+use crate::{Error, Reduction, Result};
 use device::{Buffer, Dtype};
 use std::fmt;
 
@@ -124,6 +124,16 @@ impl Job {
 
     pub fn header(&self) -> Header {
         Header { call: self.call, num_bytes: self.bytes().len(), what: self.what.clone() }
+    }
+
+    /// The header that `peer` sent to `rank` in these bytes; an error unless it issued the same call.
+    pub fn compare(&self, bytes: &[u8], group: &str, rank: usize, peer: usize) -> Result<Header> {
+        let header = bytes.first_chunk::<HEADER>().and_then(Header::decode);
+        if let Some(header) = header.as_ref().filter(|header| header.call == self.call) {
+            return Ok(header.clone());
+        }
+        let theirs = header.map_or("something unknown".to_string(), |header| header.issued());
+        Err(Error::Mismatch { group: group.to_string(), rank, mine: self.issued(), peer, theirs })
     }
 }
 

@@ -1,3 +1,5 @@
+use std::time::Instant;
+
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong between ranks.
@@ -19,6 +21,9 @@ pub enum Error {
         why: String,
     },
 
+    #[error("rank {rank}, {op} of {what} in group {group}, after {seconds:.1} s: {who} has ended")]
+    Ended { rank: usize, group: String, op: &'static str, what: String, seconds: f64, who: String },
+
     #[error("the ranks of group {group} disagree: rank {rank} issued {mine}, rank {peer} issued {theirs}")]
     Mismatch { group: String, rank: usize, mine: String, peer: usize, theirs: String },
 
@@ -39,6 +44,15 @@ pub enum Error {
 
     #[error(transparent)]
     Device(#[from] device::Error),
+}
+
+/// Where a rank is when it hears of a failure.
+pub(crate) struct Place<'a> {
+    pub rank: usize,
+    pub group: &'a str,
+    pub op: &'static str,
+    pub what: &'a str,
+    pub started: Instant,
 }
 
 /// "rank 3", "ranks 1, 2".
@@ -65,6 +79,31 @@ const OPS: [&str; 9] = [
 const SEPARATOR: char = '\u{1f}';
 
 impl Error {
+    /// What is written about someone who has ended, for [`Error::of_failure`].
+    pub(crate) fn ended(who: &str) -> String {
+        format!("E{SEPARATOR}{who}")
+    }
+
+    /// The failure of the world, as the rank at this place says it.
+    pub(crate) fn of_failure(text: &str, place: &Place<'_>) -> Self {
+        let Place { rank, group, op, what, started } = *place;
+        match text.split_once(SEPARATOR) {
+            Some(("E", who)) => {
+                let (group, what, who) = (group.to_string(), what.to_string(), who.to_string());
+                Error::Ended { rank, group, op, what, seconds: started.elapsed().as_secs_f64(), who }
+            }
+            _ => Error::decode(text, rank, group),
+        }
+    }
+
+    /// The failure of the world, for one who is in no group.
+    pub(crate) fn tell_failure(text: &str) -> String {
+        match text.split_once(SEPARATOR) {
+            Some(("E", who)) => format!("{who} has ended"),
+            _ => Error::decode(text, 0, "world").to_string(),
+        }
+    }
+
     /// The error as text from which [`Error::decode`] makes it again in another process.
     pub(crate) fn encode(&self) -> String {
         let fields: Vec<String> = match self {
@@ -100,6 +139,7 @@ impl Error {
             Error::System { rank, group, what } => {
                 vec!["S".into(), rank.to_string(), group.clone(), what.clone()]
             }
+            Error::Ended { who, .. } => return Self::ended(who),
             other => return other.to_string(),
         };
         fields.join(&SEPARATOR.to_string())

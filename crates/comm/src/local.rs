@@ -16,9 +16,10 @@
 //! only copying left before it arrives at 3: that meeting needs no timeout and looks at no failure.
 
 use crate::call::{Call, Job as Post, Payload};
-use crate::group::{agree_on_split, check_all_to_all, check_parts, check_peer, check_root};
+use crate::group::agree_on_split;
+use crate::ticket::{Ticket, Ticketed, Who};
 use crate::{Error, Group, Reduction, Result, reduce};
-use device::{Buffer, Stream};
+use device::Buffer;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -217,14 +218,14 @@ impl Drop for Seat<'_> {
     }
 }
 
-/// A collective that was issued and has not run. If its stream drops it unrun, the peers must not wait for it.
-struct Ticket {
+/// A call that was issued.
+pub(crate) struct LocalTicket {
     presence: Arc<Presence>,
     number: Number,
     post: Option<Post>,
 }
 
-impl Ticket {
+impl Ticket for LocalTicket {
     fn run(mut self) -> Result<Vec<Vec<u8>>> {
         let Some(post) = self.post.take() else { return Ok(Vec::new()) };
         let Presence { shared, rank, .. } = &*self.presence;
@@ -239,7 +240,7 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for LocalTicket {
     fn drop(&mut self) {
         let Some(post) = self.post.take() else { return };
         let Presence { shared, rank, .. } = &*self.presence;
@@ -323,115 +324,32 @@ impl Local {
     fn shared(&self) -> &Shared {
         &self.presence.shared
     }
+}
 
-    fn ticket(&self, post: Post) -> Result<Ticket> {
+impl Ticketed for Local {
+    type Ticket = LocalTicket;
+
+    fn who(&self) -> Who<'_> {
+        let Shared { name, size, .. } = self.shared();
+        Who { kind: "local", name, rank: self.presence.rank, size: *size }
+    }
+
+    fn ticket(&self, post: Post) -> Result<LocalTicket> {
         if let Some(error) = &self.shared().lock().failed {
             return Err(error.clone());
         }
         let next = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
         let number = match post.call {
             Call::Transfer { from, to, .. } => {
-                let counter = if from == self.rank() { &self.sent[to] } else { &self.received[from] };
+                let counter = if from == self.presence.rank { &self.sent[to] } else { &self.received[from] };
                 Number::Message { from, to, number: next(counter) }
             }
             _ => Number::Collective(next(&self.issued)),
         };
-        Ok(Ticket { presence: self.presence.clone(), number, post: Some(post) })
+        Ok(LocalTicket { presence: self.presence.clone(), number, post: Some(post) })
     }
 
-    fn agree(&self, call: Call, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
-        let payload = Payload::Bytes(bytes.to_vec());
-        self.ticket(Post { call, what: what.to_string(), payload })?.run()
-    }
-
-    fn issue(&self, stream: &Stream, call: Call, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
-        let Stream::Cpu(stream) = stream else {
-            let what = format!("{what}: a group of local threads works on CPU streams only");
-            return Err(Error::Argument { op: call.op(self.rank()), what });
-        };
-        let payload = Payload::Buffers(src.clone(), dst.clone());
-        let ticket = self.ticket(Post { call, what: what.to_string(), payload })?;
-        // On an inline stream the collective has failed by the time `submit` returns, and the caller hears
-        // the error itself; on a worker it travels through the stream as text.
-        let failure = Arc::new(OnceLock::new());
-        let (reported, name) = (failure.clone(), stream.name().to_string());
-        let task = move || {
-            ticket.run().map(|_| ()).map_err(|error| {
-                let what = error.to_string();
-                let _ = reported.set(error);
-                device::Error::Stream { stream: name, what }
-            })
-        };
-        let result = stream.submit(task);
-        result.map_err(|error| failure.get().cloned().unwrap_or(Error::Device(error)))
-    }
-}
-
-impl Group for Local {
-    fn name(&self) -> &str {
-        &self.shared().name
-    }
-
-    fn rank(&self) -> usize {
-        self.presence.rank
-    }
-
-    fn size(&self) -> usize {
-        self.shared().size
-    }
-
-    fn all_gather(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
-        check_parts("all_gather", what, src, dst, self)?;
-        let call = Call::AllGather { dtype: src.dtype(), part: src.len() };
-        self.issue(stream, call, src, dst, what)
-    }
-
-    fn reduce_scatter(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
-        reduce::supports("reduce_scatter", src.dtype())?;
-        check_parts("reduce_scatter", what, dst, src, self)?;
-        let call = Call::ReduceScatter { dtype: dst.dtype(), part: dst.len() };
-        self.issue(stream, call, src, dst, what)
-    }
-
-    fn all_reduce(&self, stream: &Stream, buffer: &Buffer, reduction: Reduction, what: &str) -> Result<()> {
-        reduce::supports("all_reduce", buffer.dtype())?;
-        let call = Call::AllReduce { dtype: buffer.dtype(), len: buffer.len(), reduction };
-        self.issue(stream, call, buffer, buffer, what)
-    }
-
-    fn broadcast(&self, stream: &Stream, buffer: &Buffer, root: usize, what: &str) -> Result<()> {
-        check_root("broadcast", what, root, self)?;
-        let call = Call::Broadcast { dtype: buffer.dtype(), len: buffer.len(), root };
-        self.issue(stream, call, buffer, buffer, what)
-    }
-
-    fn all_to_all(&self, stream: &Stream, src: &Buffer, dst: &Buffer, what: &str) -> Result<()> {
-        check_all_to_all(what, src, dst, self)?;
-        let call = Call::AllToAll { dtype: src.dtype(), part: src.len() / self.size() };
-        self.issue(stream, call, src, dst, what)
-    }
-
-    fn send(&self, stream: &Stream, src: &Buffer, to: usize, what: &str) -> Result<()> {
-        check_peer("send", what, to, self)?;
-        let call = Call::Transfer { dtype: src.dtype(), len: src.len(), from: self.rank(), to };
-        self.issue(stream, call, src, src, what)
-    }
-
-    fn receive(&self, stream: &Stream, dst: &Buffer, from: usize, what: &str) -> Result<()> {
-        check_peer("receive", what, from, self)?;
-        let call = Call::Transfer { dtype: dst.dtype(), len: dst.len(), from, to: self.rank() };
-        self.issue(stream, call, dst, dst, what)
-    }
-
-    fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {
-        self.agree(Call::Exchange, bytes, what)
-    }
-
-    fn barrier(&self, what: &str) -> Result<()> {
-        self.agree(Call::Barrier, &[], what).map(|_| ())
-    }
-
-    fn split(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
+    fn part(&self, ranks: &[usize], name: &str) -> Result<Option<Arc<dyn Group>>> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let Some(rank) = agree_on_split(self, ranks, name)? else { return Ok(None) };
         let mut state = self.shared().lock();
@@ -455,6 +373,6 @@ impl Drop for Local {
 
 impl fmt::Debug for Local {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Local({}, rank {} of {})", self.name(), self.rank(), self.size())
+        write!(f, "{}", self.who())
     }
 }

@@ -26,7 +26,7 @@ fn every_call_at_every_size() {
         Some(me) => {
             let rank = on_cpu(join(&me, LONG));
             conformance::all(&rank);
-            if me.size == 2 {
+            if conformance::ranks(&[2]).contains(&me.size) {
                 conformance::large(&rank);
             }
         }
@@ -45,7 +45,10 @@ fn random_calls_on_random_sub_groups() {
             let rank = on_cpu(join(&me, LONG));
             (0..3).for_each(|seed| conformance::random(&rank, seed, 60));
         }
-        None => [2, 3, 5].iter().for_each(|&size| run("random_calls_on_random_sub_groups", size, &[])),
+        None => {
+            let sizes = conformance::ranks(&[2, 3, 5]);
+            sizes.into_iter().for_each(|size| run("random_calls_on_random_sub_groups", size, &[]));
+        }
     }
 }
 

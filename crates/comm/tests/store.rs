@@ -168,6 +168,14 @@ fn the_wire_is_pytorchs() {
     talk(&[&[7]], &3i64.to_le_bytes());
     talk(&[&[8], &string("k")], &1i64.to_le_bytes());
     talk(&[&[8], &string("k")], &0i64.to_le_bytes());
+    // Ours: what is to be set when the connection ends; the last word counts.
+    talk(
+        &[&[0x57], &string("end"), &string("a"), &[0x57], &string("end"), &string("b"), &[7]],
+        &2i64.to_le_bytes(),
+    );
+    drop(wire);
+    let store = Store::connect(&address, LONG).unwrap();
+    assert_eq!(store.get("end", LONG).unwrap(), b"b");
 }
 
 #[test]
@@ -214,4 +222,73 @@ fn a_taken_port_is_an_error() {
     let (_server, address) = server();
     let text = store::join(0, 1, &address, SHORT).unwrap_err().to_string();
     assert!(text.contains(&address) && text.contains("cannot listen"), "{text}");
+}
+
+/// A rank that is a process of its own: it joins at the address and then dies, or ends in another way.
+fn process_that(ends: &str, address: &str) -> std::process::Child {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_rank_that_ends_is_heard_of_by_all_who_wait", "--nocapture"]);
+    command.env(ENDS, ends).env(ADDRESS, address).spawn().unwrap()
+}
+
+const ENDS: &str = "STORE_TEST_ENDS";
+const ADDRESS: &str = "STORE_TEST_ADDRESS";
+
+#[test]
+fn a_rank_that_ends_is_heard_of_by_all_who_wait() {
+    if let Ok(ends) = std::env::var(ENDS) {
+        let store = store::join(2, 3, &std::env::var(ADDRESS).unwrap(), LONG).unwrap();
+        store.stand_for(2).unwrap();
+        store.set("joined", b"").unwrap();
+        match ends.as_str() {
+            // SAFETY: ends this process, at once.
+            "killed" => unsafe {
+                libc::kill(libc::getpid(), libc::SIGKILL);
+            },
+            "well" => store.finish(LONG).unwrap(),
+            _ => {}
+        }
+        return;
+    }
+    for ends in ["killed", "early", "well"] {
+        let address = free_address();
+        let first = Arc::new(store::join(0, 3, &address, LONG).unwrap());
+        let second = Arc::new(store::join(1, 3, &address, LONG).unwrap());
+        first.stand_for(0).unwrap();
+        second.stand_for(1).unwrap();
+        let mut third = process_that(ends, &address);
+        first.get("joined", LONG).unwrap();
+        assert_eq!(third.wait().unwrap().success(), ends != "killed");
+        let heard = |store: &Arc<Store>, rank, timeout| {
+            let exchange = Exchange::new(store.clone(), "plan", rank, 3, timeout);
+            exchange.exchange(b"x", "plan hash").unwrap_err()
+        };
+        if ends == "well" {
+            // It is missed, but it did nothing wrong.
+            let error = heard(&first, 0, Duration::from_millis(900));
+            assert!(matches!(&error, Error::Timeout { missing, .. } if missing == "ranks 1, 2"), "{error}");
+            assert!(second.wait(&["x"], SHORT).is_err());
+            continue;
+        }
+        // Long before the timeout.
+        let error = heard(&first, 0, LONG).to_string();
+        let who = format!("rank 2 of the job (process {} on ", third.id());
+        assert!(error.contains("exchange of plan hash in group plan") && error.contains(&who), "{error}");
+        assert!(error.ends_with(") has ended"), "{error}");
+        let error = second.wait(&["x"], LONG).unwrap_err().to_string();
+        assert!(error.contains(&who), "{error}");
+        let error = first.finish(LONG).unwrap_err().to_string();
+        assert!(error.contains(&who), "{error}");
+    }
+}
+
+/// One whose place another has taken stands for nobody.
+#[test]
+fn who_only_looks_in_does_not_disturb() {
+    let address = free_address();
+    let first = Arc::new(store::join(0, 2, &address, LONG).unwrap());
+    first.stand_for(0).unwrap();
+    drop(store::join(1, 2, &address, LONG).unwrap());
+    let exchange = Exchange::new(first.clone(), "plan", 0, 2, Duration::from_millis(700));
+    assert!(matches!(exchange.exchange(b"x", "hash").unwrap_err(), Error::Timeout { .. }));
 }

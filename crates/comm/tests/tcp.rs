@@ -28,7 +28,7 @@ fn on_cpu(group: Arc<dyn Group>) -> Rank {
 fn conform(me: &Me) {
     let rank = on_cpu(join(me, LONG));
     conformance::all(&rank);
-    if me.size == 2 || me.size == 3 {
+    if conformance::ranks(&[2, 3]).contains(&me.size) {
         conformance::large(&rank);
     }
     (0..2).for_each(|seed| conformance::random(&rank, seed, 40));
@@ -51,9 +51,8 @@ fn every_call_at_every_size_within_a_machine() {
     match me() {
         Some(me) => conform(&me),
         None => {
-            [2, 3, 5]
-                .into_iter()
-                .for_each(|size| run("every_call_at_every_size_within_a_machine", size, &[]));
+            let sizes = conformance::ranks(&[2, 3, 5]);
+            sizes.into_iter().for_each(|size| run("every_call_at_every_size_within_a_machine", size, &[]));
         }
     }
 }

@@ -6,8 +6,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// for that stream.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
-    #[error("{device}: no room for {what}: {bytes} bytes asked, {held} held already{hint}")]
-    OutOfMemory { device: String, what: String, bytes: usize, held: usize, hint: String },
+    /// `what` is the region that was asked for; `free` what the device says is free, where it can tell.
+    #[error("{device}: no room for {what}: {} asked, {} held already{hint}", size(*bytes), size(*held))]
+    OutOfMemory { device: String, what: String, bytes: usize, held: usize, free: Option<usize>, hint: String },
 
     #[error("{op}: {what}")]
     Argument { op: &'static str, what: String },
@@ -26,6 +27,15 @@ pub enum Error {
 
     #[error("stream {stream}: {what}")]
     Stream { stream: String, what: String },
+}
+
+/// Bytes for people.
+pub(crate) fn size(bytes: usize) -> String {
+    match bytes {
+        0..0x400 => format!("{bytes} bytes"),
+        0x400..0x4000_0000 => format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20)),
+        _ => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
 }
 
 impl Error {

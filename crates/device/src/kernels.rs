@@ -8,6 +8,7 @@
 //! - Buffers are checked for dtype and length before anything is issued.
 
 use crate::{Buffer, Dtype, Error, Result, Stream};
+use std::fmt;
 
 /// A matrix view: `rows × cols` with `stride` elements from one row to the next, read as its transpose when
 /// `transposed` (rows and cols are those *before* transposing).
@@ -77,6 +78,62 @@ impl Gemm<'_> {
             return Err(Error::WrongDtype { op: "gemm", expected, found });
         }
         Ok((m, n, k))
+    }
+}
+
+/// How one operand of a product lies in memory: what an algorithm depends on beside the dtypes. Rows and columns are
+/// those before transposing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OperandShape {
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+    pub transposed: bool,
+}
+
+impl OperandShape {
+    /// Elements from the first to the last one.
+    pub fn span(&self) -> usize {
+        if self.rows == 0 || self.cols == 0 { 0 } else { (self.rows - 1) * self.stride + self.cols }
+    }
+}
+
+/// A product without its operands: what a device may choose an algorithm by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProductShape {
+    pub a: OperandShape,
+    pub b: OperandShape,
+    pub c: OperandShape,
+    /// Of `a` and `b`.
+    pub input: Dtype,
+    pub output: Dtype,
+}
+
+impl ProductShape {
+    pub fn new(args: &Gemm<'_>) -> Self {
+        let operand = |matrix: &Matrix<'_>| {
+            let Matrix { rows, cols, stride, transposed, .. } = *matrix;
+            OperandShape { rows, cols, stride, transposed }
+        };
+        ProductShape {
+            a: operand(&args.a),
+            b: operand(&args.b),
+            c: operand(&args.c),
+            input: args.a.buffer.dtype(),
+            output: args.c.buffer.dtype(),
+        }
+    }
+}
+
+/// As in `bf16 8192x4096 * 6144x4096^t = f32 8192x6144`, with a stride after a slash where rows lie apart.
+impl fmt::Display for ProductShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let operand = |o: &OperandShape| {
+            let apart = if o.stride == o.cols { String::new() } else { format!("/{}", o.stride) };
+            format!("{}x{}{apart}{}", o.rows, o.cols, if o.transposed { "^t" } else { "" })
+        };
+        let (a, b, c) = (operand(&self.a), operand(&self.b), operand(&self.c));
+        write!(f, "{} {a} * {b} = {} {c}", self.input, self.output)
     }
 }
 
@@ -491,7 +548,46 @@ pub struct SumLoss<'a> {
     pub cols: usize,
 }
 
-/// Scalars of one AdamW step, computed in f64 and rounded once.
+/// How a loss scale follows what becomes of it, as PyTorch's `GradScaler` does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scaling {
+    /// Its factor after `interval` good steps in a row.
+    pub growth: f32,
+    /// Its factor after a step that overflowed.
+    pub backoff: f32,
+    pub interval: u32,
+}
+
+/// Decides on the device, from the gradient's norm, whether a step's update is made and by which factors: the
+/// host need not wait for it. The update is made when the norm is finite.
+#[derive(Clone, Copy, Debug)]
+pub struct Judge<'a> {
+    /// One f32: Σ g² of the whole gradient, times the scale squared.
+    pub sum_squares: &'a Buffer,
+    /// Four f32, read and written: the scale on gradients; good steps since it last changed; steps skipped so
+    /// far; the step that ended the run, or 0.
+    pub scaler: &'a Buffer,
+    /// Five f32, written; see [`VERDICT`].
+    pub verdict: &'a Buffer,
+    /// 0: no clipping.
+    pub max_norm: f32,
+    /// From 1. Adam's own step is this less those skipped.
+    pub step: u64,
+    pub betas: [f64; 2],
+    pub lr: f64,
+    /// None: the scale stays, and once a step could not be made none is made again, so that weights stay as
+    /// they were before it.
+    pub scaling: Option<Scaling>,
+}
+
+/// Numbers of a verdict: the norm, unscaled; the factor on every gradient, min(1, max_norm / (norm + 1e-6)) /
+/// scale; 1 or 0, whether the update is made; sqrt(1 − β2^t); −lr / (1 − β1^t). The last two are computed in f64
+/// and rounded once.
+pub const VERDICT: usize = 5;
+/// Numbers of a scaler's state.
+pub const SCALER: usize = 4;
+
+/// Scalars of one AdamW step that the host knows, computed in f64 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWScalars {
     /// 1 − lr·weight_decay
@@ -499,14 +595,10 @@ pub struct AdamWScalars {
     pub one_minus_beta1: f32,
     pub beta2: f32,
     pub one_minus_beta2: f32,
-    /// sqrt(1 − β2^t)
-    pub bias2_sqrt: f32,
     pub eps: f32,
-    /// −lr / (1 − β1^t)
-    pub step_size: f32,
 }
 
-/// One AdamW step over a flat range:
+/// One AdamW step over a flat range, unless the verdict says no:
 /// ```text
 /// g  = grad · clip
 /// p  = p · keep
@@ -520,8 +612,8 @@ pub struct AdamW<'a> {
     pub moment1: &'a Buffer,
     pub moment2: &'a Buffer,
     pub grad: &'a Buffer,
-    /// One f32 on the device: the factor on every gradient.
-    pub clip: &'a Buffer,
+    /// What [`Judge`] decided; its clip, bias2_sqrt and step_size are those above.
+    pub verdict: &'a Buffer,
     /// Where the next step's compute weights go, when they are not the master itself.
     pub compute: Option<&'a Buffer>,
     pub scalars: AdamWScalars,
@@ -601,7 +693,8 @@ pub trait Kernels {
     /// dst[i] = 1 / src[i], and 0 where src[i] is 0 (f32).
     fn reciprocal(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
 
-    /// out = [norm, clip] (two f32) with norm = sqrt(sum_squares[0]) and clip = min(1, max_norm / (norm +
-    /// 1e-6)), or clip = 1 when `max_norm` is 0.
-    fn clip_scale(&self, stream: &Stream, sum_squares: &Buffer, max_norm: f32, out: &Buffer) -> Result<()>;
+    /// dst[i] *= src[i] (f32).
+    fn multiply(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    fn judge(&self, stream: &Stream, args: &Judge<'_>) -> Result<()>;
 }

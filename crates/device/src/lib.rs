@@ -20,6 +20,7 @@ pub mod null;
 mod profile;
 mod stream;
 pub mod timed;
+mod work;
 
 pub use buffer::{Buffer, Memory};
 pub use dtype::{Dtype, Element};
@@ -27,6 +28,7 @@ pub use error::{Error, Result};
 pub use kernels::*;
 pub use profile::Profile;
 pub use stream::{Event, Role, Stream};
+pub use work::Work;
 
 use std::fmt;
 use std::sync::Arc;
@@ -65,6 +67,20 @@ pub trait Device: Kernels + fmt::Debug + Send + Sync {
 
     /// Waits for the stream and copies `src` to the host.
     fn read(&self, stream: &Stream, src: &Buffer, dst: &mut [u8]) -> Result<()>;
+
+    /// Chooses how to compute these products, where there is a choice: by timing, on `room`, whose contents are
+    /// lost. What was chosen is told in the device's own words, to be given to [`Device::adopt`] on every rank.
+    fn choose(
+        &self,
+        _stream: &Stream,
+        _products: &[ProductShape],
+        _room: &Arc<dyn Memory>,
+    ) -> Result<String> {
+        Ok(String::new())
+    }
+
+    /// Computes products as chosen, from now on. What another kind of device chose is passed over.
+    fn adopt(&self, _choices: &str) {}
 }
 
 /// Typed conveniences over [`Device::write`] and [`Device::read`].

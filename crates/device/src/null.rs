@@ -2,21 +2,31 @@
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
-    LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream,
-    SumLoss, Swiglu, SwigluGrad,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
+    LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
+    Rope, Stream, SumLoss, Swiglu, SwigluGrad,
 };
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Stands in for a device of the given profile.
 #[derive(Debug)]
 pub struct Null {
     profile: Profile,
+    products: Mutex<Vec<ProductShape>>,
 }
 
 impl Null {
     pub fn new(profile: Profile) -> Self {
-        Null { profile }
+        Null { profile, products: Mutex::default() }
+    }
+
+    /// The products it was asked for so far, each once, in order.
+    pub fn products(&self) -> Vec<ProductShape> {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<ProductShape>> {
+        self.products.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -100,6 +110,7 @@ impl Kernels for Null {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
     );
 
     fn attention_cached(&self, _stream: &Stream, args: &AttentionCached<'_>) -> Result<()> {
@@ -108,7 +119,12 @@ impl Kernels for Null {
 
     /// Shapes are still checked: a model that does not fit together fails in the plan.
     fn gemm(&self, _stream: &Stream, args: &Gemm<'_>) -> Result<()> {
-        args.check().map(drop)
+        args.check()?;
+        let (product, mut products) = (ProductShape::new(args), self.lock());
+        if !products.contains(&product) {
+            products.push(product);
+        }
+        Ok(())
     }
 
     fn fill(&self, _: &Stream, _: &Buffer, _: f32) -> Result<()> {
@@ -139,7 +155,7 @@ impl Kernels for Null {
         Ok(())
     }
 
-    fn clip_scale(&self, _: &Stream, _: &Buffer, _: f32, _: &Buffer) -> Result<()> {
+    fn multiply(&self, _: &Stream, _: &Buffer, _: &Buffer) -> Result<()> {
         Ok(())
     }
 }

@@ -9,8 +9,11 @@ use crate::{AttentionShape, Dtype};
 /// What the attention's backward may take to sum in a fixed order; with less it runs in more parts.
 const MAX_ATTENTION_SCRATCH_BYTES: usize = 2 << 30;
 
-/// Rows of partial sums a row-wise gradient reduction may use.
-pub const MAX_PARTIALS: usize = 256;
+/// Blocks, and so rows of partial sums, of a gradient that is summed over rows: two (of narrow rows four) for each
+/// of an H100's 132 multiprocessors. It depends on nothing but the shape, so that the order of the sum does not.
+pub(crate) fn partials(rows: usize, cols: usize) -> usize {
+    rows.clamp(1, if cols > 2048 { 264 } else { 528 })
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Profile {
@@ -42,7 +45,7 @@ impl Profile {
     pub fn norm_scratch(self, rows: usize, cols: usize) -> usize {
         match self {
             Profile::Cpu => cols,
-            Profile::Cuda { .. } => rows.clamp(1, MAX_PARTIALS) * cols,
+            Profile::Cuda { .. } => partials(rows, cols) * cols,
         }
     }
 

@@ -3,11 +3,12 @@
 //! It stands between the engine and a real device and marks the stream before and after every kernel: with the
 //! clock where kernels run inline, with timed events on GPUs. Marks cost a few microseconds each.
 
+use crate::work::{Asks, Work, moved};
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Kernels,
-    LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope, Stream,
-    SumLoss, Swiglu, SwigluGrad, cuda,
+    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
+    LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
+    Rope, Stream, SumLoss, Swiglu, SwigluGrad, cuda,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,8 +18,11 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct Timed {
     inner: Arc<dyn Device>,
-    spans: Mutex<BTreeMap<String, Vec<(Mark, Mark)>>>,
+    spans: Mutex<BTreeMap<String, Vec<Span>>>,
 }
+
+/// One call: when it began and ended, and what it was asked to do.
+type Span = (Mark, Mark, Work);
 
 #[derive(Debug)]
 enum Mark {
@@ -32,6 +36,7 @@ pub struct KernelTime {
     pub name: String,
     pub calls: usize,
     pub total_ms: f64,
+    pub work: Work,
 }
 
 impl Timed {
@@ -45,21 +50,22 @@ impl Timed {
         let mut times = Vec::with_capacity(spans.len());
         for (name, spans) in spans {
             let calls = spans.len();
-            let mut total_ms = 0.0;
-            for (start, end) in &spans {
+            let (mut total_ms, mut work) = (0.0, Work::default());
+            for (start, end, asked) in &spans {
+                work += *asked;
                 total_ms += match (start, end) {
                     (Mark::Cuda(start), Mark::Cuda(end)) => f64::from(start.elapsed_ms(end)?),
                     (Mark::Host(start), Mark::Host(end)) => (*end - *start).as_secs_f64() * 1e3,
                     _ => 0.0,
                 };
             }
-            times.push(KernelTime { name, calls, total_ms });
+            times.push(KernelTime { name, calls, total_ms, work });
         }
         times.sort_by(|a, b| b.total_ms.total_cmp(&a.total_ms));
         Ok(times)
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Vec<(Mark, Mark)>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Vec<Span>>> {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -67,12 +73,13 @@ impl Timed {
         &self,
         name: impl Into<String>,
         stream: &Stream,
+        work: Work,
         kernel: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let start = mark(stream)?;
         kernel()?;
         let end = mark(stream)?;
-        self.lock().entry(name.into()).or_default().push((start, end));
+        self.lock().entry(name.into()).or_default().push((start, end, work));
         Ok(())
     }
 }
@@ -116,12 +123,20 @@ impl Device for Timed {
     fn read(&self, stream: &Stream, src: &Buffer, dst: &mut [u8]) -> Result<()> {
         self.inner.read(stream, src, dst)
     }
+
+    fn choose(&self, stream: &Stream, products: &[ProductShape], room: &Arc<dyn Memory>) -> Result<String> {
+        self.inner.choose(stream, products, room)
+    }
+
+    fn adopt(&self, choices: &str) {
+        self.inner.adopt(choices);
+    }
 }
 
 macro_rules! timed {
     ($($kernel:ident($args:ty)),* $(,)?) => {
         $(fn $kernel(&self, stream: &Stream, args: &$args) -> Result<()> {
-            self.time(stringify!($kernel), stream, || self.inner.$kernel(stream, args))
+            self.time(stringify!($kernel), stream, args.work(), || self.inner.$kernel(stream, args))
         })*
     };
 }
@@ -140,6 +155,7 @@ impl Kernels for Timed {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
         head_norm(HeadNorm<'_>),
         head_norm_grad(HeadNormGrad<'_>),
         layer_norm(LayerNorm<'_>),
@@ -157,23 +173,23 @@ impl Kernels for Timed {
         let (m, n, k) = args.check()?;
         let letter = |transposed: bool| if transposed { 't' } else { 'n' };
         let name = format!("gemm {}{} {m}×{n}×{k}", letter(args.a.transposed), letter(args.b.transposed));
-        self.time(name, stream, || self.inner.gemm(stream, args))
+        self.time(name, stream, args.work(), || self.inner.gemm(stream, args))
     }
 
     fn fill(&self, stream: &Stream, dst: &Buffer, value: f32) -> Result<()> {
-        self.time("fill", stream, || self.inner.fill(stream, dst, value))
+        self.time("fill", stream, moved([dst]), || self.inner.fill(stream, dst, value))
     }
 
     fn copy(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-        self.time("copy", stream, || self.inner.copy(stream, src, dst))
+        self.time("copy", stream, moved([src, dst]), || self.inner.copy(stream, src, dst))
     }
 
     fn cast(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-        self.time("cast", stream, || self.inner.cast(stream, src, dst))
+        self.time("cast", stream, moved([src, dst]), || self.inner.cast(stream, src, dst))
     }
 
     fn add(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-        self.time("add", stream, || self.inner.add(stream, src, dst))
+        self.time("add", stream, moved([src, dst, dst]), || self.inner.add(stream, src, dst))
     }
 
     fn sum(
@@ -184,7 +200,7 @@ impl Kernels for Timed {
         scratch: &Buffer,
         accumulate: bool,
     ) -> Result<()> {
-        self.time("sum", stream, || self.inner.sum(stream, x, out, scratch, accumulate))
+        self.time("sum", stream, moved([x]), || self.inner.sum(stream, x, out, scratch, accumulate))
     }
 
     fn sum_squares(
@@ -195,14 +211,16 @@ impl Kernels for Timed {
         scratch: &Buffer,
         accumulate: bool,
     ) -> Result<()> {
-        self.time("sum_squares", stream, || self.inner.sum_squares(stream, x, out, scratch, accumulate))
+        self.time("sum_squares", stream, moved([x]), || {
+            self.inner.sum_squares(stream, x, out, scratch, accumulate)
+        })
     }
 
     fn reciprocal(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
-        self.time("reciprocal", stream, || self.inner.reciprocal(stream, src, dst))
+        self.time("reciprocal", stream, Work::default(), || self.inner.reciprocal(stream, src, dst))
     }
 
-    fn clip_scale(&self, stream: &Stream, sum_squares: &Buffer, max_norm: f32, out: &Buffer) -> Result<()> {
-        self.time("clip_scale", stream, || self.inner.clip_scale(stream, sum_squares, max_norm, out))
+    fn multiply(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.time("multiply", stream, Work::default(), || self.inner.multiply(stream, src, dst))
     }
 }

@@ -8,14 +8,23 @@ pub enum Error {
     #[error("wrap policy: no block is of kind {wanted}; this model has {kinds}")]
     WrapMatchesNothing { wanted: String, kinds: String },
 
+    #[error("shard.unit: no block is {wanted}; this model has {kinds}")]
+    RuleMatchesNothing { wanted: String, kinds: String },
+
     #[error("settings: {0}")]
     Settings(String),
 
     #[error(
-        "rank {rank} and rank {peer} do not have the same plan ({mine:016x} and {theirs:016x}): model, mesh, \
-         precision, batch and schedule must be equal on all ranks; compare their configurations"
+        "rank {rank} and rank {peer} do not have the same plan: {what}. Model, mesh, precision, batch and \
+         schedule must be equal on all ranks"
     )]
-    PlansDiffer { rank: usize, peer: usize, mine: u64, theirs: u64 },
+    PlansDiffer { rank: usize, peer: usize, what: String },
+
+    #[error(
+        "step {step}: the gradient {place} is not finite. The weights are as they were before this step; look \
+         at its data, lower the learning rate, or clip"
+    )]
+    NotFinite { step: u64, place: String },
 
     #[error("weight {name}: {what}")]
     Weight { name: String, what: String },

@@ -4,7 +4,7 @@
 //! rank. A gather lands in place, weights are views into it, and gradients are written where the reduce takes
 //! them from. Only names need a map, and that is [`Layout::pieces`].
 
-use crate::{Result, Settings, Wrap};
+use crate::{AfterForward, Error, Result, Settings, UnitRule, Wrap};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use tensor::{ItemId, Model};
@@ -32,6 +32,8 @@ pub struct Unit {
     pub needs: BTreeSet<usize>,
     /// Whether its weights have gradients and are updated.
     pub trainable: bool,
+    /// What becomes of its gathered weights until its backward: never `Auto`.
+    pub after_forward: AfterForward,
     /// Elements each rank owns; the unit has `num_shards` times as many, padding included.
     pub shard_len: usize,
 }
@@ -67,7 +69,26 @@ pub struct Layout {
 
 impl Layout {
     pub fn new(model: &Model, settings: &Settings) -> Result<Self> {
-        Self::divided(model, &settings.wrap, settings.num_shards())
+        let mut layout = Self::divided(model, &settings.wrap, settings.num_shards())?;
+        for unit in 0..layout.num_walked {
+            let blocks = layout.units[unit].blocks.clone();
+            let rule = settings.units.iter().rev().find(|rule| fits(rule, model, blocks.clone()));
+            let after = rule.map_or(settings.after_forward, |rule| rule.after_forward);
+            // Its frozen weights go the same way.
+            let with = layout.units[unit].needs.range(layout.num_walked..).copied().collect::<Vec<_>>();
+            for unit in with.into_iter().chain([unit]) {
+                layout.units[unit].after_forward = settings.resolve(after);
+            }
+        }
+        for rule in &settings.units {
+            if !fits(rule, model, 0..model.blocks.len()) {
+                let mut kinds: Vec<&str> = model.blocks.iter().map(|block| block.kind()).collect();
+                kinds.dedup();
+                let wanted = format!("{} {:?}", rule.kinds.join(", "), rule.blocks);
+                return Err(Error::RuleMatchesNothing { wanted, kinds: kinds.join(", ") });
+            }
+        }
+        Ok(layout)
     }
 
     /// Units by `wrap`, each in `num_shards` parts.
@@ -94,10 +115,13 @@ impl Layout {
             if !frozen.is_empty() {
                 let (places, shard_len) = take(frozen, num_walked + frozen_units.len());
                 let (name, needs) = (format!("{name} (frozen)"), BTreeSet::new());
-                frozen_units.push(Unit { name, blocks: 0..0, places, needs, trainable: false, shard_len });
+                let (blocks, after_forward) = (0..0, AfterForward::Free);
+                let unit = Unit { name, blocks, places, needs, trainable: false, after_forward, shard_len };
+                frozen_units.push(unit);
             }
             let needs = used.iter().filter_map(|item| owner[item.0]).map(|(unit, _)| unit).collect();
-            units.push(Unit { name, blocks, places, needs, trainable: true, shard_len });
+            let after_forward = AfterForward::Free;
+            units.push(Unit { name, blocks, places, needs, trainable: true, after_forward, shard_len });
         }
         units.extend(frozen_units);
         let owner = owner.into_iter().map(|owner| owner.expect("every item is some block's")).collect();
@@ -122,8 +146,17 @@ impl Layout {
 
     /// The stretches of `shard`'s part of a unit that hold weights.
     pub fn spans(&self, unit: usize, shard: usize) -> Vec<Span> {
+        let len = self.units[unit].shard_len;
+        self.spans_in(unit, len * shard..len * (shard + 1))
+    }
+
+    /// The stretches of a whole unit that hold weights.
+    pub fn whole_spans(&self, unit: usize) -> Vec<Span> {
+        self.spans_in(unit, 0..self.unit_len(unit))
+    }
+
+    fn spans_in(&self, unit: usize, mine: Range<usize>) -> Vec<Span> {
         let unit = &self.units[unit];
-        let mine = unit.shard_len * shard..unit.shard_len * (shard + 1);
         let mut spans: Vec<Span> = Vec::new();
         for place in &unit.places {
             let start = place.offset.max(mine.start);
@@ -163,6 +196,14 @@ impl Layout {
         }
         pieces
     }
+}
+
+/// Whether a rule means one of these blocks.
+fn fits(rule: &UnitRule, model: &Model, mut blocks: Range<usize>) -> bool {
+    blocks.any(|block| {
+        let named = rule.blocks.as_ref().is_none_or(|range| range.contains(&block));
+        named && (rule.kinds.is_empty() || rule.kinds.iter().any(|kind| kind == model.blocks[block].kind()))
+    })
 }
 
 /// Vectors first, then matrices: a shard then has few spans.

@@ -17,12 +17,13 @@ mod wrap;
 
 pub use batch::{Field, HostBatch, Values};
 pub use decode::{DecodePlan, Decoder, Decoding};
-pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Source};
+pub use device::Scaling;
+pub use engine::{Engine, Evaluation, Groups, Hyper, Report, Saved, Scaler, Slot, Source, Stretch};
 pub use error::{Error, Result};
 pub use layout::{Layout, Piece, Place, Span, Unit};
 pub use plan::{Plan, Region};
 pub use schedule::{Action, Part, Schedule};
-pub use settings::{Accumulate, Precision, Settings, Strategy};
+pub use settings::{Accumulate, AfterForward, LossScale, Precision, Settings, Strategy, UnitRule};
 pub use tensor::Keep;
 pub use threads::on_threads;
 pub use wrap::Wrap;

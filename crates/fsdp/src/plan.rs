@@ -1,14 +1,13 @@
 //! What a rank will hold and do, before anything is allocated.
 
-use crate::engine::Engine;
+use crate::engine::{Engine, scalar_bytes};
 use crate::{Action, HostBatch, Hyper, Layout, Part, Result, Schedule, Settings};
 use comm::{Group, Reduction};
-use device::{Buffer, Device, Dtype, Profile, Stream, null::Null};
-use std::fmt::Write;
+use device::{Buffer, Device, Dtype, ProductShape, Profile, Stream, null::Null};
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
 use tensor::optim::{AdamW, Decay};
-use tensor::{Arena, Kind, Mode, Model};
+use tensor::{Arena, Keep, Kind, Mode, Model};
 
 /// One allocation on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +25,13 @@ pub struct Plan {
     pub schedules: Vec<Schedule>,
     /// Where each schedule's tensors lie in the step's region.
     pub placements: Vec<Arc<Placement>>,
+    /// A hash of the model's weights: names, shapes, which are trained.
+    pub(crate) weights: u64,
+    /// Products of the schedules, each shape once, for devices that choose how to compute them.
+    pub products: Vec<ProductShape>,
+    /// Whether the unit before the turn keeps what its backward needs although the others run forward again: its
+    /// backward is next, and where that takes no more memory a forward is saved.
+    pub keeps_last: bool,
     /// A hash of all the above, equal on ranks that will work together.
     pub fingerprint: u64,
 }
@@ -45,15 +51,33 @@ impl Plan {
         }
         parts.push(Part::Eval);
         let schedules = parts.iter().map(|&part| Schedule::new(&layout, &settings, part)).collect();
-        let mut plan = Plan { settings, profile, layout, schedules, placements: vec![], fingerprint: 0 };
-        plan.placements = plan.trace(model)?;
-        plan.fingerprint = plan.hash(model);
+        let mut plan = Plan {
+            settings,
+            profile,
+            layout,
+            schedules,
+            placements: vec![],
+            products: vec![],
+            keeps_last: false,
+            weights: fnv(&format!("{:?}", model.items)),
+            fingerprint: 0,
+        };
+        (plan.placements, plan.products) = plan.trace(model)?;
+        if plan.settings.keep == Keep::Nothing {
+            let mut keeping = Plan { keeps_last: true, ..plan.clone() };
+            (keeping.placements, keeping.products) = keeping.trace(model)?;
+            if keeping.step_bytes() <= plan.step_bytes() {
+                plan = keeping;
+            }
+        }
+        plan.fingerprint = fnv(&plan.description().join("\n"));
         Ok(plan)
     }
 
-    /// Runs all schedules on the null device and places what they ask for.
-    fn trace(&self, model: &Arc<Model>) -> Result<Vec<Arc<Placement>>> {
-        let device: Arc<dyn Device> = Arc::new(Null::new(self.profile));
+    /// Runs all schedules on the null device and places what they ask for; and the products they compute.
+    fn trace(&self, model: &Arc<Model>) -> Result<(Vec<Arc<Placement>>, Vec<ProductShape>)> {
+        let null = Arc::new(Null::new(self.profile));
+        let device: Arc<dyn Device> = null.clone();
         let arenas: Vec<Arena> = self.schedules.iter().map(|_| Arena::record(device.clone())).collect();
         let mute: Arc<dyn Group> = Arc::new(Mute { size: self.settings.ranks });
         let groups = crate::Groups::all(mute);
@@ -65,7 +89,22 @@ impl Plan {
         engine.step(&batches, &Hyper { adamw, lr: 0.0, clip_norm: 0.0, step: 1 })?;
         engine.evaluate(&batches[..1])?;
         drop(engine);
-        Ok(arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect())
+        let placements = arenas.iter().map(|arena| Arc::new(arena.finish().place())).collect();
+        Ok((placements, null.products()))
+    }
+
+    /// Bytes of the region that the schedules share.
+    fn step_bytes(&self) -> usize {
+        self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0)
+    }
+
+    /// What a unit keeps of its forward. What no backward will come to is not kept at all.
+    pub(crate) fn keep_of(&self, unit: usize) -> Keep {
+        match self.settings.keep {
+            _ if unit < self.layout.lowest_trained() => Keep::Nothing,
+            Keep::Nothing if self.keeps_last && unit + 2 == self.layout.num_walked => Keep::All,
+            keep => keep,
+        }
     }
 
     /// How many of the schedules are for training.
@@ -87,7 +126,6 @@ impl Plan {
         let precision = &self.settings.precision;
         let owned = self.layout.owned(true);
         let held = |dtype: Dtype| owned * dtype.bytes();
-        let step = self.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
         let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
         let gradients = match self.held() {
@@ -101,8 +139,8 @@ impl Plan {
             ("frozen weights", self.layout.owned(false) * precision.compute.bytes()),
             ("moments", 2 * held(precision.moments)),
             ("held gradients", gradients),
-            ("step", step),
-            ("batch", batch + ALIGN_BYTES),
+            ("step", self.step_bytes()),
+            ("batch", batch + scalar_bytes(self.layout.units.len())),
             ("workspace", self.profile.workspace_bytes()),
         ]
         .map(|(name, bytes)| Region { name, bytes })
@@ -148,42 +186,50 @@ impl Plan {
     /// Number and bytes of collectives a rank takes part in during one step, by name.
     pub fn traffic(&self) -> Vec<(&'static str, usize, usize)> {
         let precision = &self.settings.precision;
-        let (mut gathers, mut reduces) = ((0, 0), (0, 0));
+        let mut all = [("gathers", 0, 0), ("gathers nearby", 0, 0), ("reduces", 0, 0)];
         for micro_batch in 0..self.settings.micro_batches {
             let schedule = &self.schedules[self.schedule_of(micro_batch, self.settings.micro_batches)];
             for action in &schedule.actions {
-                match action {
-                    Action::Gather(unit) => {
-                        gathers = (
-                            gathers.0 + 1,
-                            gathers.1 + self.layout.unit_len(*unit) * precision.compute.bytes(),
-                        );
-                    }
-                    Action::Reduce(unit) => {
-                        reduces = (
-                            reduces.0 + 1,
-                            reduces.1 + self.layout.unit_len(*unit) * precision.reduce.bytes(),
-                        );
-                    }
-                    _ => {}
-                }
+                let (kind, unit, dtype) = match action {
+                    Action::Gather(unit) => (0, unit, precision.compute),
+                    Action::Widen(unit) => (1, unit, precision.compute),
+                    Action::Reduce(unit) => (2, unit, precision.reduce),
+                    _ => continue,
+                };
+                all[kind].1 += 1;
+                all[kind].2 += self.layout.unit_len(*unit) * dtype.bytes();
             }
         }
-        vec![("gathers", gathers.0, gathers.1), ("reduces", reduces.0, reduces.1)]
+        all.into_iter().filter(|(name, count, _)| *count > 0 || *name != "gathers nearby").collect()
     }
 
-    fn hash(&self, model: &Model) -> u64 {
-        let mut text = format!("{:?} {:?} {:?}", self.settings, self.profile, self.layout);
-        for schedule in &self.schedules {
-            let _ = write!(text, "{schedule:?}");
-        }
-        for item in &model.items {
-            let _ = write!(text, "{item:?}");
-        }
-        // FNV-1a: small, stable between builds, and good enough to tell two configurations apart.
-        text.bytes()
-            .fold(0xcbf29ce484222325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100000001b3))
+    /// A line "key = value" for all that must be equal on all ranks; large things as their hashes.
+    pub(crate) fn description(&self) -> Vec<String> {
+        let Settings { precision, .. } = &self.settings;
+        let mut lines = vec![
+            format!("device = {:?}", self.profile),
+            format!("precision.compute = {}", precision.compute),
+            format!("precision.reduce = {}", precision.reduce),
+            format!("precision.master = {}", precision.master),
+            format!("precision.grad = {}", precision.grad),
+            format!("optimizer.state = {}", precision.moments),
+        ];
+        lines.extend(self.settings.description());
+        lines.push(format!("the model's weights = {:016x}", self.weights));
+        lines.push(format!(
+            "units = {} ({:016x})",
+            self.layout.units.len(),
+            fnv(&format!("{:?}", self.layout))
+        ));
+        lines.push(format!("the last layer is kept = {}", self.keeps_last));
+        lines.push(format!("schedules = {:016x}", fnv(&format!("{:?}", self.schedules))));
+        lines
     }
+}
+
+/// FNV-1a: small, stable between builds, and good enough to tell two configurations apart.
+fn fnv(text: &str) -> u64 {
+    text.bytes().fold(0xcbf29ce484222325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100000001b3))
 }
 
 /// Gradients that are kept from micro-batch to micro-batch.
@@ -236,5 +282,9 @@ impl Group for Mute {
 
     fn exchange(&self, bytes: &[u8], _: &str) -> comm::Result<Vec<Vec<u8>>> {
         Ok(vec![bytes.to_vec(); self.size])
+    }
+
+    fn split(&self, ranks: &[usize], _: &str) -> comm::Result<Option<Arc<dyn Group>>> {
+        Ok(Some(Arc::new(Mute { size: ranks.len() })))
     }
 }

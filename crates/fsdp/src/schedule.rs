@@ -4,7 +4,7 @@
 //! the last one (whose forward and backward are one action), and goes back. Around that walk are the gathers
 //! that bring weights in time, the frees, and the reduces of gradients.
 
-use crate::{Layout, Settings, Strategy};
+use crate::{AfterForward, Layout, Settings};
 use std::collections::{BTreeSet, VecDeque};
 use tensor::Mode;
 
@@ -18,6 +18,10 @@ pub enum Action {
     Forward(usize),
     /// Releases a unit's gathered weights.
     Free(usize),
+    /// Keeps a part of a unit's gathered weights, to be gathered among neighbours again.
+    Narrow(usize),
+    /// Makes a narrowed unit's weights whole, among the neighbours that keep them.
+    Widen(usize),
     /// Forward and backward of the last unit, loss included.
     Turn(usize),
     /// Evaluation's half of the turn: forward of the last unit, and its losses summed.
@@ -41,6 +45,8 @@ impl Action {
             Action::Gather(_) => "gather",
             Action::Forward(_) => "forward",
             Action::Free(_) => "free",
+            Action::Narrow(_) => "narrow",
+            Action::Widen(_) => "widen",
             Action::Turn(_) => "turn",
             Action::Score(_) => "score",
             Action::Backward(_) => "backward",
@@ -58,6 +64,8 @@ impl Action {
             Action::Gather(unit)
             | Action::Forward(unit)
             | Action::Free(unit)
+            | Action::Narrow(unit)
+            | Action::Widen(unit)
             | Action::Turn(unit)
             | Action::Score(unit)
             | Action::Backward(unit)
@@ -136,6 +144,8 @@ struct Builder<'a> {
     part: Part,
     walk: Vec<Action>,
     gathered: BTreeSet<usize>,
+    /// Units of which a part is kept for a gather among neighbours.
+    narrowed: BTreeSet<usize>,
     /// Units whose reduce has not been settled, oldest first.
     reducing: VecDeque<usize>,
     actions: Vec<Action>,
@@ -144,8 +154,8 @@ struct Builder<'a> {
 impl<'a> Builder<'a> {
     fn new(layout: &'a Layout, settings: &'a Settings, part: Part) -> Self {
         let walk = walk(layout, part.mode());
-        let (gathered, reducing) = (BTreeSet::new(), VecDeque::new());
-        Builder { layout, settings, part, walk, gathered, reducing, actions: vec![] }
+        let (gathered, narrowed, reducing) = (BTreeSet::new(), BTreeSet::new(), VecDeque::new());
+        Builder { layout, settings, part, walk, gathered, narrowed, reducing, actions: vec![] }
     }
 
     fn build(mut self) -> Schedule {
@@ -186,22 +196,29 @@ impl<'a> Builder<'a> {
         for ahead in at..=at + self.settings.prefetch {
             for unit in self.needs(ahead, ahead) {
                 if self.gathered.insert(unit) {
-                    self.actions.push(Action::Gather(unit));
+                    let near = self.narrowed.remove(&unit);
+                    self.actions.push(if near { Action::Widen(unit) } else { Action::Gather(unit) });
                 }
             }
         }
     }
 
-    /// Frees what the next position would not gather at once anyway.
+    /// Lets go of what the next positions would not gather at once anyway: for good, or, where it will be needed
+    /// again, as its unit says.
     fn free_after(&mut self, at: usize) {
-        let keep = match (self.settings.strategy, self.walk[at]) {
-            (Strategy::Grad, _) => self.needs(at + 1, self.walk.len()),
-            _ => self.needs(at + 1, at + 1 + self.settings.prefetch),
-        };
-        let gone: Vec<usize> = self.gathered.difference(&keep).copied().collect();
-        for unit in gone {
+        let soon = self.needs(at + 1, at + 1 + self.settings.prefetch);
+        let later = self.needs(at + 1, self.walk.len());
+        for unit in self.gathered.difference(&soon).copied().collect::<Vec<_>>() {
+            let action = match (later.contains(&unit), self.layout.units[unit].after_forward) {
+                (true, AfterForward::Keep) => continue,
+                (true, AfterForward::Group(_)) => Action::Narrow(unit),
+                _ => Action::Free(unit),
+            };
+            if let Action::Narrow(_) = action {
+                self.narrowed.insert(unit);
+            }
             self.gathered.remove(&unit);
-            self.actions.push(Action::Free(unit));
+            self.actions.push(action);
         }
     }
 
@@ -214,7 +231,8 @@ impl<'a> Builder<'a> {
         }
         let later = self.needs(at + 1, self.walk.len());
         let complete = self.needs(at, at).difference(&later).copied().collect::<Vec<_>>();
-        for unit in complete.iter().filter(|unit| self.layout.units[**unit].trainable) {
+        // As the backward comes to them: the last first.
+        for unit in complete.iter().rev().filter(|unit| self.layout.units[**unit].trainable) {
             self.actions.push(Action::Reduce(*unit));
             self.reducing.push_back(*unit);
         }

@@ -1,5 +1,6 @@
 use crate::{Error, Field, Result, Wrap};
-use device::Dtype;
+use device::{Dtype, Scaling};
+use std::ops::Range;
 use tensor::Keep;
 
 /// What is sharded, and for how long weights stay whole.
@@ -11,6 +12,31 @@ pub enum Strategy {
     Grad,
     /// Every rank holds everything; gradients are summed over ranks (`NO_SHARD`, DDP).
     None,
+}
+
+/// What becomes of a unit's gathered weights between its forward and its backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum AfterForward {
+    /// As the strategy says: freed with `full`, kept with `grad`.
+    #[default]
+    Auto,
+    /// Freed, and gathered again from all ranks (`reshard_after_forward=True`).
+    Free,
+    /// Kept whole (`reshard_after_forward=False`).
+    Keep,
+    /// Each rank keeps one part in so many, and the backward's gather runs among that many neighbouring ranks only
+    /// (`reshard_after_forward=n`): more memory than `Free`, no traffic beyond the neighbours.
+    Group(usize),
+}
+
+/// An exception for the units that hold such blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct UnitRule {
+    /// Blocks of any of these kinds; any block where there are none.
+    pub kinds: Vec<String>,
+    /// Only blocks with these numbers, counted over the whole model from 0.
+    pub blocks: Option<Range<usize>>,
+    pub after_forward: AfterForward,
 }
 
 /// How gradients of several micro-batches add up.
@@ -60,6 +86,10 @@ impl Precision {
             let what = "compute = f32 with a coarser reduce or master loses what was computed";
             return Err(Error::Settings(what.into()));
         }
+        if self.compute == Dtype::F16 && self.master != Dtype::F32 {
+            let what = format!("compute = f16 needs master = f32: updates vanish in {}", self.master);
+            return Err(Error::Settings(what));
+        }
         for (name, dtype) in [("reduce", self.reduce), ("grad", self.grad)] {
             if dtype != Dtype::F32 && dtype != self.compute {
                 let what = format!("{name} = {dtype} is neither f32 nor compute = {}", self.compute);
@@ -67,6 +97,20 @@ impl Precision {
             }
         }
         Ok(())
+    }
+}
+
+/// The dynamic loss scale of f16 (`ShardedGradScaler`): gradients that would vanish in f16 are made larger, and a step
+/// in which one overflows is skipped by all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    pub init: f32,
+    pub scaling: Scaling,
+}
+
+impl Default for LossScale {
+    fn default() -> Self {
+        LossScale { init: 65536.0, scaling: Scaling { growth: 2.0, backoff: 0.5, interval: 2000 } }
     }
 }
 
@@ -81,6 +125,9 @@ pub struct Settings {
     pub wrap: Wrap,
     /// Units gathered ahead of the one computing.
     pub prefetch: usize,
+    pub after_forward: AfterForward,
+    /// Exceptions to `after_forward`; of several that fit a unit, the last holds.
+    pub units: Vec<UnitRule>,
     pub precision: Precision,
     /// The fields of one micro-batch on one rank.
     pub fields: Vec<Field>,
@@ -91,6 +138,11 @@ pub struct Settings {
     pub accumulate: Accumulate,
     /// Tokens whose logits exist at once.
     pub loss_chunk: usize,
+    /// How the loss is scaled where `precision.compute` is f16.
+    pub loss_scale: LossScale,
+    /// Whether each rank's gradients are looked at before they are summed over ranks, so that a NaN can be traced to
+    /// its rank: one more read of each gradient, where there are several ranks.
+    pub check_gradients: bool,
 }
 
 impl Settings {
@@ -102,12 +154,16 @@ impl Settings {
             replicate: 1,
             wrap: Wrap::Layer,
             prefetch: 1,
+            after_forward: AfterForward::Auto,
+            units: vec![],
             precision: Precision::F32,
             fields,
             micro_batches: 1,
             keep: Keep::All,
             accumulate: Accumulate::Sharded,
             loss_chunk: 1024,
+            loss_scale: LossScale::default(),
+            check_gradients: true,
         }
     }
 
@@ -124,7 +180,54 @@ impl Settings {
                 "strategy none holds everything on every rank already; replicate goes with full or grad";
             return Err(Error::Settings(what.into()));
         }
+        for after in self.units.iter().map(|rule| rule.after_forward).chain([self.after_forward]) {
+            if let AfterForward::Group(size) = after
+                && (size == 0 || !self.num_shards().is_multiple_of(size))
+            {
+                let what = format!("after_forward = {size} does not divide {} shards", self.num_shards());
+                return Err(Error::Settings(what));
+            }
+        }
+        let LossScale { init, scaling } = self.loss_scale;
+        let factors = scaling.growth >= 1.0 && (0.0..1.0).contains(&scaling.backoff);
+        if !(init > 0.0 && init.is_finite() && factors && scaling.interval > 0) {
+            return Err(Error::Settings(format!("a loss scale cannot follow {:?}", self.loss_scale)));
+        }
         self.precision.check()
+    }
+
+    /// How the loss is scaled, if it is.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        (self.precision.compute == Dtype::F16).then_some(self.loss_scale)
+    }
+
+    pub(crate) fn checks_gradients(&self) -> bool {
+        self.check_gradients && self.ranks > 1
+    }
+
+    /// A line "key = value" for each of them but the precisions.
+    pub(crate) fn description(&self) -> Vec<String> {
+        let fields: Vec<String> = self
+            .fields
+            .iter()
+            .map(|field| format!("{} {} {}", field.name, field.dtype, field.shape))
+            .collect();
+        vec![
+            format!("ranks = {}", self.ranks),
+            format!("shard.strategy = {:?}", self.strategy),
+            format!("shard.replicate = {}", self.replicate),
+            format!("shard.wrap = {:?}", self.wrap),
+            format!("shard.prefetch = {}", self.prefetch),
+            format!("shard.after_forward = {:?}", self.after_forward),
+            format!("shard.unit = {:?}", self.units),
+            format!("batch fields = {}", fields.join(", ")),
+            format!("micro-batches = {}", self.micro_batches),
+            format!("recompute.mode = {:?}", self.keep),
+            format!("train.accumulate = {:?}", self.accumulate),
+            format!("train.loss_chunk = {}", self.loss_chunk),
+            format!("loss scale = {:?}", self.loss_scale()),
+            format!("train.check_gradients = {}", self.check_gradients),
+        ]
     }
 
     /// Whether a unit's bytes are divided among ranks at all.
@@ -135,6 +238,16 @@ impl Settings {
     /// Number of parts a unit is divided into.
     pub fn num_shards(&self) -> usize {
         if self.is_sharded() { self.ranks / self.replicate } else { 1 }
+    }
+
+    /// What [`AfterForward`] comes to with these settings: never `Auto`, and no group of one or of all.
+    pub(crate) fn resolve(&self, after: AfterForward) -> AfterForward {
+        match (after, self.strategy) {
+            (AfterForward::Auto, Strategy::Grad) | (AfterForward::Group(1), _) => AfterForward::Keep,
+            (AfterForward::Auto, _) => AfterForward::Free,
+            (AfterForward::Group(size), _) if size == self.num_shards() => AfterForward::Free,
+            (after, _) => after,
+        }
     }
 
     /// Whether whole gradients are kept from micro-batch to micro-batch and reduced at the last one.

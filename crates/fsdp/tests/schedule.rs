@@ -1,6 +1,8 @@
 //! Schedules alone, with no device: the rules a step's order must keep, for many shapes.
 
-use fsdp::{Accumulate, Action, Field, Keep, Layout, Part, Precision, Schedule, Settings, Strategy, Wrap};
+use fsdp::{
+    Accumulate, Action, AfterForward, Field, Layout, Part, Schedule, Settings, Strategy, UnitRule, Wrap,
+};
 use std::collections::BTreeSet;
 use tensor::models::{Config, build};
 use tensor::{Mode, Model};
@@ -14,26 +16,15 @@ fn model(layers: usize, tied: bool) -> Model {
 }
 
 fn settings(ranks: usize, strategy: Strategy, wrap: Wrap, prefetch: usize) -> Settings {
-    Settings {
-        ranks,
-        strategy,
-        replicate: 1,
-        wrap,
-        prefetch,
-        precision: Precision::F32,
-        fields: Field::tokens(2, 16),
-        micro_batches: 3,
-        keep: Keep::All,
-        accumulate: Accumulate::Sharded,
-        loss_chunk: 8,
-    }
+    let fields = Field::tokens(2, 16);
+    Settings { strategy, wrap, prefetch, micro_batches: 3, loss_chunk: 8, ..Settings::new(ranks, fields) }
 }
 
 /// What a walk through a schedule may never do, and what it must have done at its end.
 fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     let sharded = settings.is_sharded();
     let units = layout.units.len();
-    let mut gathered = BTreeSet::new();
+    let (mut gathered, mut narrowed) = (BTreeSet::new(), BTreeSet::new());
     let mut most_gathered = 0;
     let (mut forwards, mut backwards) = (vec![], vec![]);
     let (mut reduced, mut settled, mut updated) = (vec![], vec![], vec![]);
@@ -51,6 +42,16 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
         match action {
             Action::Gather(unit) => assert!(gathered.insert(*unit), "unit {unit} gathered twice"),
             Action::Free(unit) => assert!(gathered.remove(unit), "unit {unit} freed, but not gathered"),
+            Action::Narrow(unit) => {
+                assert!(gathered.remove(unit), "unit {unit} narrowed, but not gathered");
+                assert!(narrowed.insert(*unit), "unit {unit} narrowed twice");
+                let after = layout.units[*unit].after_forward;
+                assert!(trains && matches!(after, AfterForward::Group(_)), "{after:?} is no group");
+            }
+            Action::Widen(unit) => {
+                assert!(narrowed.remove(unit), "unit {unit} widened, but not narrowed");
+                assert!(gathered.insert(*unit), "unit {unit} gathered twice");
+            }
             Action::Forward(unit) => forwards.push(*unit),
             Action::Turn(unit) => (forwards.push(*unit), backwards.push(*unit)).0,
             Action::Score(unit) => {
@@ -78,7 +79,7 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
         most_gathered = most_gathered.max(gathered.len());
     }
     let all: Vec<usize> = (0..units).collect();
-    assert!(gathered.is_empty(), "left gathered: {gathered:?}");
+    assert!(gathered.is_empty() && narrowed.is_empty(), "left: {gathered:?} {narrowed:?}");
     assert_eq!(forwards, all);
     let reversed: Vec<usize> = all.iter().rev().copied().collect();
     assert_eq!(backwards, if trains { reversed } else { vec![] });
@@ -92,7 +93,7 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     assert_eq!(sorted(settled), if reduces { all.clone() } else { vec![] });
     assert_eq!(updated, if schedule.part.ends() { all } else { vec![] });
     assert_eq!(schedule.actions[0] == Action::Count, schedule.part.begins());
-    if settings.strategy == Strategy::Full {
+    if settings.strategy == Strategy::Full && settings.after_forward != AfterForward::Keep {
         // A position may need a tied unit beside its own.
         let tied = layout.units.iter().any(|unit| unit.needs.len() > 1) as usize;
         let bound = (1 + settings.prefetch + tied).min(units);
@@ -110,9 +111,15 @@ fn every_schedule_keeps_the_rules() {
                 for strategy in [Strategy::Full, Strategy::Grad, Strategy::None] {
                     for (ranks, prefetch) in [(1, 1), (2, 0), (2, 1), (3, 2), (8, 5)] {
                         let mut settings = settings(ranks, strategy, wrap.clone(), prefetch);
-                        let layout = Layout::new(&model, &settings).unwrap();
-                        for accumulate in [Accumulate::Sharded, Accumulate::Unsharded] {
-                            settings.accumulate = accumulate;
+                        let afters = [AfterForward::Auto, AfterForward::Keep, AfterForward::Group(2)];
+                        let fits = |after: &AfterForward| *after != AfterForward::Group(2) || ranks % 4 == 0;
+                        for (accumulate, after) in
+                            [Accumulate::Sharded, Accumulate::Unsharded].into_iter().flat_map(|accumulate| {
+                                afters.into_iter().filter(fits).map(move |after| (accumulate, after))
+                            })
+                        {
+                            (settings.accumulate, settings.after_forward) = (accumulate, after);
+                            let layout = Layout::new(&model, &settings).unwrap();
                             for part in [Part::Only, Part::First, Part::Middle, Part::Last, Part::Eval] {
                                 check(&layout, &settings, &Schedule::new(&layout, &settings, part));
                                 count += 1;
@@ -123,7 +130,8 @@ fn every_schedule_keeps_the_rules() {
             }
         }
     }
-    assert_eq!(count, 4 * 2 * 4 * 3 * 5 * 2 * 5);
+    // Of five numbers of ranks, one has neighbours.
+    assert_eq!(count, 4 * 2 * 4 * 3 * (5 * 2 + 1) * 2 * 5);
 }
 
 #[test]
@@ -162,6 +170,51 @@ fn a_small_schedule_reads_as_it_should() {
     let expected =
         [Gather(0), Gather(1), Forward(0), Gather(2), Forward(1), Free(1), Score(2), Free(0), Free(2), Total];
     assert_eq!(Schedule::new(&layout, &settings, Part::Eval).actions, expected);
+}
+
+/// The actions on gathered weights of one unit.
+fn fate(schedule: &Schedule, unit: usize) -> Vec<Action> {
+    let about = |action: &&Action| match action {
+        Action::Gather(of) | Action::Free(of) | Action::Narrow(of) | Action::Widen(of) => *of == unit,
+        _ => false,
+    };
+    schedule.actions.iter().filter(about).copied().collect()
+}
+
+#[test]
+fn a_unit_goes_its_own_way_after_its_forward() {
+    use Action::*;
+    let model = model(4, false);
+    let rule = |kind: &str, blocks, after_forward| {
+        let kinds = if kind.is_empty() { vec![] } else { vec![kind.to_string()] };
+        UnitRule { kinds, blocks, after_forward }
+    };
+    let units = vec![
+        rule("LlamaDecoderLayer", None, AfterForward::Group(2)),
+        rule("", Some(2..3), AfterForward::Keep),
+        rule("LlamaDecoderLayer", Some(0..2), AfterForward::Free),
+    ];
+    let settings = Settings { units, ..settings(4, Strategy::Full, Wrap::Layer, 0) };
+    let layout = Layout::new(&model, &settings).unwrap();
+    let schedule = Schedule::new(&layout, &settings, Part::Only);
+    // Blocks: 0 embedding, 1 to 4 layers, 5 head.
+    assert_eq!(fate(&schedule, 0), [Gather(0), Free(0), Gather(0), Free(0)]);
+    assert_eq!(fate(&schedule, 1), [Gather(1), Free(1), Gather(1), Free(1)]);
+    assert_eq!(fate(&schedule, 2), [Gather(2), Free(2)]);
+    assert_eq!(fate(&schedule, 3), [Gather(3), Narrow(3), Widen(3), Free(3)]);
+    // Evaluation does not come back.
+    let schedule = Schedule::new(&layout, &settings, Part::Eval);
+    assert_eq!(fate(&schedule, 3), [Gather(3), Free(3)]);
+    // A group of one keeps, a group of all frees.
+    for (size, fates) in [(1, &[Gather(3), Free(3)][..]), (4, &[Gather(3), Free(3), Gather(3), Free(3)])] {
+        let settings =
+            Settings { after_forward: AfterForward::Group(size), units: vec![], ..settings.clone() };
+        let layout = Layout::new(&model, &settings).unwrap();
+        assert_eq!(fate(&Schedule::new(&layout, &settings, Part::Only), 3), fates, "group of {size}");
+    }
+    let units = vec![rule("LlamaLayer", None, AfterForward::Keep)];
+    let error = Layout::new(&model, &Settings { units, ..settings }).unwrap_err().to_string();
+    assert!(error.contains("LlamaLayer") && error.contains("LlamaDecoderLayer"), "{error}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A model of a trillion parameters as shapes: what the host holds for it is counted by the allocator.
 
 use device::Profile;
-use fsdp::{Field, Plan, Precision, Settings, Strategy, Wrap};
+use fsdp::{Field, Plan, Precision, Settings};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,17 +45,9 @@ fn a_trillion_parameters_are_planned_in_little_memory() {
     assert!((1_000_000_000_000..1_100_000_000_000).contains(&params), "{params} parameters");
     let built = PEAK.load(Ordering::Relaxed) - before;
     let settings = Settings {
-        ranks: 1024,
-        replicate: 1,
-        keep: fsdp::Keep::All,
-        accumulate: fsdp::Accumulate::Sharded,
-        strategy: Strategy::Full,
-        wrap: Wrap::Layer,
-        prefetch: 1,
         precision: Precision { compute: device::Dtype::Bf16, ..Precision::F32 },
-        fields: Field::tokens(1, 4096),
-        micro_batches: 1,
         loss_chunk: 2048,
+        ..Settings::new(1024, Field::tokens(1, 4096))
     };
     let plan = Plan::new(&model, settings, Profile::Cuda { deterministic: false }).unwrap();
     let planned = PEAK.load(Ordering::Relaxed) - before;

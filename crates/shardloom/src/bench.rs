@@ -1,21 +1,26 @@
 //! `bench`: how fast this machine trains, and beside which ceiling.
 
+mod checkpoint;
+
+pub use checkpoint::{CheckpointBench, checkpoint};
+
 use crate::ranks::{self, Launched, Seat};
 use crate::run::{DeviceChoice, Run};
 use crate::source::Seeded;
 use crate::{Error, Result, show};
-use device::timed::Timed;
+use device::timed::{KernelTime, Timed};
 use device::{Device, Dtype, Gemm, Matrix, Role};
-use fsdp::{Engine, Field, HostBatch, Hyper, Plan, Settings};
+use fsdp::{Engine, Field, HostBatch, Hyper, Plan};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::models::Config;
 
 /// Llama shapes by name: hidden, intermediate, layers, heads, key-value heads, vocabulary.
-const SIZES: [(&str, [usize; 6]); 5] = [
+const SIZES: [(&str, [usize; 6]); 6] = [
     ("tiny", [256, 688, 4, 8, 4, 4096]),
     ("60m", [512, 1376, 8, 8, 8, 32000]),
+    ("350m", [1024, 4096, 16, 16, 8, 32000]),
     ("1b", [2048, 8192, 16, 32, 8, 128_256]),
     ("3b", [3072, 8192, 28, 24, 8, 128_256]),
     ("8b", [4096, 14336, 32, 32, 8, 128_256]),
@@ -82,19 +87,8 @@ impl StepBench {
     }
 
     fn plan(&self, run: &Run, model: &Arc<tensor::Model>, profile: device::Profile) -> Result<Plan> {
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: Field::tokens(self.rows, self.seq),
-            micro_batches: 1,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = Field::tokens(self.rows, self.seq);
+        let settings = run.settings(self.ranks, fields, 1, profile);
         Ok(Plan::new(model, settings, profile)?)
     }
 }
@@ -116,8 +110,9 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     let plan = Arc::new(bench.plan(run, model, device.profile())?);
     let world = groups.world.clone();
     let gemm_rate = bare_gemm(&*device, bench.dtype)?;
+    let copy_rate = if bench.kernels { bare_copy(&*device)? } else { 0.0 };
     let mut engine = Engine::new(used, plan, model.clone(), groups)?;
-    engine.fill(&Seeded::new(0, model))?;
+    engine.fill(&Repeated::new(model)?)?;
     let mut times = Vec::new();
     let (mut first_loss, mut loss, mut kernels) = (f64::NAN, f64::NAN, vec![]);
     for step in 1..=(bench.warm_up + bench.steps) as u64 {
@@ -147,7 +142,8 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     if let Some(timed) = &timed {
         // The last step's kernels; the ones before were taken as steps began.
         let last = timed.take()?;
-        print_kernels(if last.is_empty() { &kernels } else { &last }, seconds * 1e3);
+        let ceilings = Ceilings { flops: gemm_rate, bytes: copy_rate };
+        print_kernels(if last.is_empty() { &kernels } else { &last }, seconds * 1e3, &ceilings);
     }
     let report = json!({
         "device": device.name(), "size": bench.size, "params": model.num_params(), "ranks": ranks, "seq": bench.seq,
@@ -158,6 +154,48 @@ fn one_rank(bench: &StepBench, run: &Run, model: &Arc<tensor::Model>, seat: Seat
     });
     println!("{report}");
     Ok(())
+}
+
+/// Normal numbers, drawn once and given over and over: a large model's weights in seconds rather than a minute.
+struct Repeated {
+    few: Vec<f32>,
+    seeded: Seeded,
+}
+
+/// Normal numbers that are drawn; odd, so that they fall differently into each row.
+const DRAWN: usize = (4 << 20) - 1;
+
+impl Repeated {
+    fn new(model: &tensor::Model) -> Result<Self> {
+        let seeded = Seeded::new(0, model);
+        let matrix =
+            model.items.iter().flat_map(|item| &item.members).max_by_key(|member| member.shape.numel());
+        let mut few = vec![0.0; DRAWN];
+        if let Some(matrix) = matrix {
+            fsdp::Source::read(&seeded, &matrix.name, 0, &mut few)?;
+        }
+        Ok(Repeated { few, seeded })
+    }
+}
+
+impl fsdp::Source for Repeated {
+    fn read(&self, name: &str, start: usize, out: &mut [f32]) -> fsdp::Result<()> {
+        // Norms and biases are not random, and short.
+        if out.len() < 1 << 16 {
+            return self.seeded.read(name, start, out);
+        }
+        let first =
+            name.bytes().fold(start, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte)));
+        let mut at = first % self.few.len();
+        let mut left = out;
+        while !left.is_empty() {
+            let len = left.len().min(self.few.len() - at);
+            let (now, rest) = left.split_at_mut(len);
+            now.copy_from_slice(&self.few[at..at + len]);
+            (left, at) = (rest, 0);
+        }
+        Ok(())
+    }
 }
 
 /// 6 per weight of a matrix product, and attention's scores and sums, halved for the causal mask.
@@ -179,14 +217,55 @@ fn random_batch(bench: &StepBench, config: &Config, seed: u64) -> Result<HostBat
     Ok(HostBatch::tokens(&inputs, &labels, bench.seq, config.vocab)?)
 }
 
-fn print_kernels(kernels: &[device::timed::KernelTime], step_ms: f64) {
-    println!("{:<34} {:>6} {:>10} {:>7}", "kernel", "calls", "ms", "share");
-    for kernel in kernels {
-        let share = 100.0 * kernel.total_ms / step_ms;
-        println!("{:<34} {:>6} {:>10.3} {share:>6.1}%", kernel.name, kernel.calls, kernel.total_ms);
+/// What the machine can do at most: a bare product and a bare copy, in FLOP/s and bytes/s, read and written.
+struct Ceilings {
+    flops: f64,
+    bytes: f64,
+}
+
+/// One line a kernel: its time, its rate (of operations where it is a product or attention, else of bytes that must
+/// move), and that as a share of the ceiling.
+fn print_kernels(kernels: &[KernelTime], step_ms: f64, ceilings: &Ceilings) {
+    println!(
+        "{:<34} {:>6} {:>10} {:>7} {:>15} {:>11}",
+        "kernel", "calls", "ms", "share", "rate", "of ceiling"
+    );
+    for KernelTime { name, calls, total_ms, work } in kernels {
+        let (share, seconds) = (100.0 * total_ms / step_ms, total_ms / 1e3);
+        let (amount, unit, ceiling) = match work.flops {
+            0 => (work.bytes as f64, "TB/s", ceilings.bytes),
+            flops => (flops as f64, "TFLOP/s", ceilings.flops),
+        };
+        let (rate, of_ceiling) = (amount / seconds / 1e12, 100.0 * amount / seconds / ceiling);
+        println!(
+            "{name:<34} {calls:>6} {total_ms:>10.3} {share:>6.1}% {rate:>7.2} {unit:<7} {of_ceiling:>10.0}%"
+        );
     }
     let sum: f64 = kernels.iter().map(|kernel| kernel.total_ms).sum();
     println!("{:<34} {:>6} {sum:>10.3} {:>6.1}%", "all kernels", "", 100.0 * sum / step_ms);
+    let (flops, bytes) = (ceilings.flops / 1e12, ceilings.bytes / 1e12);
+    println!("ceilings: a bare product {flops:.0} TFLOP/s, a bare copy {bytes:.2} TB/s");
+}
+
+/// Bytes a second, read and written, of one large copy, the best of several.
+fn bare_copy(device: &dyn Device) -> Result<f64> {
+    let len = match device.profile() {
+        device::Profile::Cpu => 16 << 20,
+        device::Profile::Cuda { .. } => 256 << 20,
+    };
+    let stream = device.stream("bench", Role::Compute)?;
+    let (from, to) =
+        (device.alloc_buffer(Dtype::F32, len, "bench")?, device.alloc_buffer(Dtype::F32, len, "bench")?);
+    device.fill(&stream, &from, 1.0)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        stream.synchronize()?;
+        let start = Instant::now();
+        device.copy(&stream, &from, &to)?;
+        stream.synchronize()?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok((2 * from.num_bytes()) as f64 / best)
 }
 
 /// FLOP/s of one large product, the best of several.

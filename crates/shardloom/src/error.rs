@@ -19,6 +19,19 @@ pub enum Error {
     #[error("{}: the logits of token {position} are not numbers; the weights are broken", model.display())]
     NotNumbers { model: PathBuf, position: u64 },
 
+    #[error("{source}. {advice}")]
+    NoRoom { source: device::Error, advice: String },
+
+    #[error("the checkpoint of step {step} was not saved: {what}")]
+    Save { step: u64, what: String },
+
+    #[error("{} is damaged:{problems}", dir.display())]
+    Damaged { dir: PathBuf, problems: String },
+
+    /// What `check` found.
+    #[error("this run is not ready: {0}")]
+    Check(String),
+
     #[error("rank {rank} failed: {what}")]
     Rank { rank: usize, what: String },
 
@@ -54,7 +67,11 @@ impl Error {
     pub fn exit_status(&self) -> u8 {
         match self {
             Error::Config(_) | Error::File { .. } | Error::Checkpoint(_) => 2,
-            Error::Fsdp(fsdp::Error::Settings(_) | fsdp::Error::WrapMatchesNothing { .. }) => 2,
+            Error::Fsdp(
+                fsdp::Error::Settings(_)
+                | fsdp::Error::WrapMatchesNothing { .. }
+                | fsdp::Error::RuleMatchesNothing { .. },
+            ) => 2,
             Error::Tensor(tensor::Error::Config(_)) => 2,
             _ => 1,
         }

@@ -3,12 +3,14 @@
 
 use clap::{Args, Parser, Subcommand};
 use device::Dtype;
-use shardloom::bench::{self, StepBench};
+use shardloom::bench::{self, CheckpointBench, StepBench};
+use shardloom::checkpoints::{self, DcpExport, DcpImport, Export};
+use shardloom::devices::Inventory;
 use shardloom::generate::Sampling;
 use shardloom::launch::{self, Flags, error_file};
 use shardloom::run::DeviceChoice;
 use shardloom::show::{self, Sheet};
-use shardloom::{Generate, Result, Run};
+use shardloom::{Error, Generate, Result, Resume, Run};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,11 +24,28 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Trains a model
-    Train(RunArgs),
+    Train(TrainArgs),
     /// Starts and watches one process per rank on this node, with torchrun's flags
     Launch(Box<Flags>),
+    /// Goes through the checklist before a long run: a few real steps, a checkpoint and back, memory, speed
+    Check {
+        /// The run's configuration
+        run: PathBuf,
+        /// How many ranks to start on this machine
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// How many steps to make
+        #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(3..))]
+        steps: u64,
+        /// Overrides a key of the configuration, as in shard.strategy=grad
+        #[arg(long = "set", value_name = "KEY=VALUE")]
+        set: Vec<String>,
+    },
     /// Shows what each rank will hold and send, before anything is allocated
     Plan(PlanArgs),
+    /// Looks into checkpoints, proves them, converts them
+    #[command(subcommand)]
+    Checkpoint(CheckpointCommand),
     /// Prepares training data, and shows it
     #[command(subcommand)]
     Data(DataCommand),
@@ -35,6 +54,12 @@ enum Command {
     /// Measures on this machine
     #[command(subcommand)]
     Bench(Bench),
+    /// Shows what this machine offers: cores, GPUs, libraries found and missing
+    Devices {
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Subcommand)]
@@ -58,9 +83,22 @@ enum Bench {
         #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
         group: String,
     },
+    /// Saving and loading a checkpoint, beside a plain write and read of as many bytes
+    Checkpoint {
+        /// tiny, 60m, 350m, 1b, 3b or 8b
+        #[arg(long, default_value = "60m")]
+        size: String,
+        #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+        ranks: u32,
+        /// A folder on the disk to be measured
+        #[arg(long, default_value = ".")]
+        dir: PathBuf,
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
+    },
     /// Whole training steps of a Llama with random weights and tokens
     Step {
-        /// tiny, 60m, 1b, 3b or 8b
+        /// tiny, 60m, 350m, 1b, 3b or 8b
         #[arg(long, default_value = "60m")]
         size: String,
         #[arg(long, default_value_t = 256)]
@@ -135,13 +173,73 @@ enum DataCommand {
     },
 }
 
+#[derive(Subcommand)]
+enum CheckpointCommand {
+    /// Shows what is inside: step, sizes, dtypes, who wrote it
+    Inspect {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+        /// Lists every tensor
+        #[arg(long)]
+        tensors: bool,
+        /// Prints one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Reads every byte and holds it against the checksums
+    Verify {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+    },
+    /// Writes a checkpoint for other programs: its weights as a Hugging Face folder, or all of it for PyTorch
+    Export {
+        /// A checkpoint, or a run's output folder, of which the last one is meant
+        dir: PathBuf,
+        /// hf: the weights as a Hugging Face folder; dcp: weights and AdamW's state as PyTorch's distributed checkpoint
+        #[arg(long, default_value = "hf", value_parser = ["hf", "dcp"])]
+        to: String,
+        /// The folder to write
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Of the weights [default: as they are]
+        #[arg(long, value_parser = dtype)]
+        dtype: Option<Dtype>,
+        /// Files have at most this many bytes
+        #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = show::parse_bytes)]
+        shard_size: usize,
+        /// With --to dcp: over how many files tensors are spread [default: as many as ranks wrote it]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+        files: Option<u32>,
+    },
+    /// Makes a checkpoint, to be resumed, of one that PyTorch, accelerate or torchtitan wrote
+    Import {
+        /// The folder with .metadata, or the one accelerate made
+        dir: PathBuf,
+        /// What it is: PyTorch's distributed checkpoint
+        #[arg(long, default_value = "dcp", value_parser = ["dcp"])]
+        from: String,
+        /// The model: a Hugging Face folder, or a config.json
+        #[arg(long, value_name = "PATH")]
+        model: PathBuf,
+        /// The folder to write
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Leaves the optimizer's state out: a folder to start from with model.path
+        #[arg(long)]
+        weights_only: bool,
+    },
+}
+
 #[derive(Args)]
-struct RunArgs {
+struct TrainArgs {
     /// The run's configuration
     run: PathBuf,
     /// How many ranks to start on this machine
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     ranks: u32,
+    /// Goes on from the last checkpoint of the run, or from one that is named
+    #[arg(long, value_name = "latest|DIR", num_args = 0..=1, default_missing_value = "latest")]
+    resume: Option<String>,
     /// Overrides a key of the configuration, as in train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -207,20 +305,33 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
-        Command::Train(args) => reported(|| shardloom::train(&args.load()?, args.ranks as usize)),
+        Command::Train(args) => reported(|| args.train()),
+        Command::Check { run, ranks, steps, set } => {
+            reported(|| shardloom::check(&Run::load(&run, &set)?, ranks as usize, steps))
+        }
         Command::Launch(flags) => launch::launch(*flags),
         Command::Plan(args) => {
             let sheet = args.sheet()?;
             print!("{}", if args.json { sheet.json() } else { sheet.text() });
             Ok(())
         }
+        Command::Checkpoint(command) => checkpoint(command),
         Command::Generate(args) => generate(&args.resolve()),
+        Command::Devices { json } => {
+            let found = Inventory::take();
+            print!("{}", if json { format!("{}\n", found.json()) } else { found.text() });
+            Ok(())
+        }
         Command::Bench(Bench::Gemm { size, tokens, dtype, device }) => {
             bench::gemm(dtype, device, tokens, &size)
         }
         Command::Bench(Bench::Collectives { ranks, group }) => {
             reported(|| bench::collectives(ranks as usize, &group))
         }
+        Command::Bench(Bench::Checkpoint { size, ranks, dir, rounds }) => reported(|| {
+            let (ranks, rounds) = (ranks as usize, rounds as usize);
+            bench::checkpoint(&CheckpointBench { size, ranks, dir, rounds })
+        }),
         Command::Bench(Bench::Step {
             size,
             seq,
@@ -304,8 +415,33 @@ impl PlanArgs {
     }
 }
 
-impl RunArgs {
-    fn load(&self) -> Result<Run> {
-        Run::load(&self.run, &self.set)
+impl TrainArgs {
+    fn train(&self) -> Result<()> {
+        let run = Run::load(&self.run, &self.set)?;
+        shardloom::train_from(&run, self.ranks as usize, &Resume::parse(self.resume.as_deref()))
     }
+}
+
+fn checkpoint(command: CheckpointCommand) -> Result<()> {
+    match command {
+        CheckpointCommand::Inspect { dir, tensors, json } => {
+            print!("{}", checkpoints::inspect(&dir, tensors, json)?);
+        }
+        CheckpointCommand::Verify { dir } => println!("{}", checkpoints::verify(&dir)?),
+        CheckpointCommand::Export { dir, to, out, dtype, files, .. } if to == "dcp" => {
+            if dtype.is_some() {
+                return Err(Error::Config("--dtype is for --to hf: dcp has tensors as they are".into()));
+            }
+            let files = files.map(|files| files as usize);
+            eprintln!("{}", checkpoints::export_dcp(&DcpExport { dir, out, files })?);
+        }
+        CheckpointCommand::Import { dir, model, out, weights_only, .. } => {
+            eprintln!("{}", checkpoints::import_dcp(&DcpImport { dir, model, out, weights_only })?);
+        }
+        CheckpointCommand::Export { dir, out, dtype, shard_size, .. } => {
+            let export = Export { dir, out, dtype, max_part_bytes: shard_size as u64 };
+            eprintln!("{}", checkpoints::export(&export)?);
+        }
+    }
+    Ok(())
 }

@@ -1,5 +1,5 @@
 //! How the ranks of a run come to be: threads of this process on the CPU, one process each on GPUs, or whatever a
-//! launcher has started.
+//! launcher, or an MPI, has started.
 
 mod launched;
 mod meeting;
@@ -16,12 +16,14 @@ use fsdp::Groups;
 use std::sync::Arc;
 
 /// One rank's place: which it is, its device, and whom it works with.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Seat {
     pub rank: usize,
     pub ranks: usize,
     pub device: Arc<dyn Device>,
     pub groups: Groups,
+    /// All ranks once more, for the threads that save checkpoints beside training.
+    pub saving: Arc<dyn Group>,
     /// What the device holds beside our own regions, where it can tell.
     pub overhead: Option<Overhead>,
 }
@@ -44,10 +46,17 @@ pub fn start(
     launched: Option<Launched>,
     body: impl Fn(Seat) -> Result<()> + Sync,
 ) -> Result<()> {
-    match (on_gpu(run.device, "device.kind = \"cuda\"")?, launched) {
+    let gpu = on_gpu(run.device, "device.kind = \"cuda\"")?;
+    let world = launched.as_ref().map_or(ranks, |launched| launched.world);
+    if gpu && world > 1 && !matches!(run.group, GroupChoice::Auto | GroupChoice::Nccl) {
+        let what = format!("device.group = {:?} does not serve ranks on GPUs; use auto", run.group);
+        return Err(Error::Config(what));
+    }
+    match (gpu, launched) {
         (true, Some(launched)) if launched.world > 1 => on_own_gpu(run, &launched, body),
         (true, _) if ranks == 1 => body(alone(Arc::new(Cuda::open(0, sums(run))?))),
         (true, _) => spawn(ranks),
+        (false, _) if run.group == GroupChoice::Mpi => on_mpi(run, world, body),
         (false, Some(launched)) if launched.world > 1 => on_own_cores(run, &launched, body),
         (false, _) if ranks > 1 && !matches!(run.group, GroupChoice::Auto | GroupChoice::Local) => {
             spawn(ranks)
@@ -93,6 +102,7 @@ fn sums(run: &Run) -> Sums {
 /// take is measured between meetings, when nobody allocates.
 fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
     let Launched { rank, world: ranks, local_rank, local_world, .. } = *launched;
+    comm::nccl::on_stuck(end_stuck);
     let gpus = cuda::device_count().max(1);
     let device: Arc<Cuda> = Arc::new(Cuda::open(local_rank % gpus, sums(run))?);
     device.make_current()?;
@@ -106,8 +116,8 @@ fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>)
     meeting.exchange(&[], "devices opened")?;
     let context = held();
     meeting.exchange(&[], "contexts measured")?;
-    let groups = grid(run, rank, ranks, |name, rank, size| {
-        Ok(Nccl::join(store.clone(), name, rank, size, run.timeout)?)
+    let groups = grid(run, rank, ranks, |name, members| {
+        Ok(Nccl::join(store.clone(), name, place(members, rank), members.len(), run.timeout)?)
     })?;
     warm_up(&*device, &groups)?;
     meeting.exchange(&[], "groups joined")?;
@@ -117,8 +127,16 @@ fn on_own_gpu(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()>)
         nccl_bytes: both.saturating_sub(context_bytes),
     });
     meeting.exchange(&[], "groups measured")?;
-    body(Seat { rank, ranks, device, groups, overhead })?;
+    let saving = saving(run, launched, &store)?;
+    body(Seat { rank, ranks, device, groups, saving, overhead })?;
     Ok(store.finish(run.timeout)?)
+}
+
+/// Says why and ends this process, of which a thread hangs in a library.
+fn end_stuck(error: &comm::Error) {
+    launch::error_file::write(&error.to_string());
+    eprintln!("shardloom: {error}");
+    comm::process::end_now(1);
 }
 
 /// One rank of several processes on CPUs: over shared memory on one machine, over sockets on several.
@@ -135,41 +153,84 @@ fn on_own_cores(run: &Run, launched: &Launched, body: impl Fn(Seat) -> Result<()
             return Err(Error::Config(what));
         }
     };
-    let groups = grid(run, rank, ranks, |name, rank, size| {
+    let groups = grid(run, rank, ranks, |name, members| {
         let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
-        Ok(join(store.clone(), name, rank, size, run.timeout)?)
+        Ok(join(store.clone(), name, place(members, rank), members.len(), run.timeout)?)
     })?;
-    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None })?;
+    let saving = saving(run, launched, &store)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     Ok(store.finish(run.timeout)?)
+}
+
+/// One rank of an MPI that has as many as the run.
+#[cfg(feature = "mpi")]
+fn on_mpi(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let mpi = comm::mpi::World::init()?;
+    let (rank, size) = (mpi.rank(), mpi.size());
+    if size != ranks {
+        return Err(Error::Config(format!(
+            "device.group = \"mpi\": MPI has started {size} ranks and not {ranks}; start the ranks with \
+             mpirun, or with srun --mpi"
+        )));
+    }
+    let groups = grid(run, rank, ranks, |name, members| Ok(mpi.join(name, members, run.timeout)?))?;
+    let world = groups.world.clone();
+    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), run.timeout)?;
+    body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
+    world.barrier("the end")?;
+    mpi.finish();
+    Ok(())
+}
+
+#[cfg(not(feature = "mpi"))]
+fn on_mpi(_run: &Run, _ranks: usize, _body: impl Fn(Seat) -> Result<()>) -> Result<()> {
+    let what = "device.group = \"mpi\": this build has no MPI; build it where the site's MPI and libclang are \
+                installed, with cargo build --release --features mpi";
+    Err(Error::Config(what.into()))
 }
 
 /// The store of a world whose ranks have all come.
 fn joined(run: &Run, launched: &Launched) -> Result<Arc<Store>> {
-    let Launched { rank, world, address, .. } = launched;
-    let store = Arc::new(store::join(*rank, *world, address, run.timeout)?);
-    meeting::meet(&store, *rank, *world, run.timeout)?;
+    let Launched { rank, world, .. } = *launched;
+    let store = Arc::new(store::join(rank, world, launched.meeting_point()?, run.timeout)?);
+    meeting::meet(&store, rank, world, run.timeout)?;
     Ok(store)
 }
 
+/// The ranks of several processes once more, on the host.
+fn saving(run: &Run, launched: &Launched, store: &Arc<Store>) -> Result<Arc<dyn Group>> {
+    let Launched { rank, world, local_world, .. } = *launched;
+    let over_sockets = run.group == GroupChoice::Tcp || local_world < world;
+    let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
+    Ok(join(store.clone(), "checkpoints", rank, world, run.timeout)?)
+}
+
 /// A rank's groups in a grid of `replicate` rows, a unit being divided among the ranks of a row. `join` is given a
-/// group's name, the rank's place in it and its size.
+/// group's name and the ranks that are in it, this one among them.
 fn grid(
     run: &Run,
     rank: usize,
     ranks: usize,
-    join: impl Fn(&str, usize, usize) -> Result<Arc<dyn Group>>,
+    join: impl Fn(&str, &[usize]) -> Result<Arc<dyn Group>>,
 ) -> Result<Groups> {
     // A grid that does not come out is refused by the plan, in better words.
     let shards = ranks / if ranks.is_multiple_of(run.replicate) { run.replicate } else { 1 };
     let (row, at) = (rank / shards, rank % shards);
-    let gather = join(&format!("gather {row}"), at, shards)?;
-    let reduce = join(&format!("reduce {row}"), at, shards)?;
+    let in_row: Vec<usize> = (row * shards..(row + 1) * shards).collect();
+    let gather = join(&format!("gather {row}"), &in_row)?;
+    let reduce = join(&format!("reduce {row}"), &in_row)?;
     if shards == ranks {
         // One row is the world, and groups take memory: the two share one.
         return Ok(Groups { world: reduce.clone(), gather, replicate: reduce.clone(), reduce });
     }
-    let world = join("world", rank, ranks)?;
-    Ok(Groups { world, gather, reduce, replicate: join(&format!("replicate {at}"), row, ranks / shards)? })
+    let world = join("world", &(0..ranks).collect::<Vec<_>>())?;
+    let in_column: Vec<usize> = (at..ranks).step_by(shards).collect();
+    Ok(Groups { world, gather, reduce, replicate: join(&format!("replicate {at}"), &in_column)? })
+}
+
+/// A rank's number in a group of these.
+fn place(members: &[usize], rank: usize) -> usize {
+    members.iter().take_while(|&&member| member != rank).count()
 }
 
 /// One collective of each kind, so that NCCL takes its memory now and not in the first step.
@@ -199,14 +260,16 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
     if ranks == 1 {
         return body(alone(Arc::new(Cpu::new())));
     }
-    let groups = local_groups(run, ranks)?;
+    let groups = local_groups(run, ranks)?.into_iter();
+    let saving = comm::local::group("checkpoints", ranks, run.timeout);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = groups
-            .into_iter()
+            .zip(saving)
             .enumerate()
-            .map(|(rank, groups)| {
+            .map(|(rank, (groups, saving))| {
                 let body = &body;
-                let seat = move || Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, overhead: None };
+                let device = || Arc::new(Cpu::new());
+                let seat = move || Seat { rank, ranks, device: device(), groups, saving, overhead: None };
                 scope.spawn(move || body(seat()))
             })
             .collect();
@@ -223,12 +286,12 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
 /// The groups of every rank of a grid of threads. Each group is made once, and each rank takes its handle.
 fn local_groups(run: &Run, ranks: usize) -> Result<Vec<Groups>> {
     let made = std::cell::RefCell::new(std::collections::HashMap::<String, Vec<Arc<dyn Group>>>::new());
-    let take = |name: &str, rank: usize, size: usize| {
+    let take = |rank: usize, name: &str, members: &[usize]| {
         let mut made = made.borrow_mut();
-        let make = || comm::local::group(name, size, run.timeout);
-        Ok(made.entry(name.to_string()).or_insert_with(make)[rank].clone())
+        let make = || comm::local::group(name, members.len(), run.timeout);
+        Ok(made.entry(name.to_string()).or_insert_with(make)[place(members, rank)].clone())
     };
-    (0..ranks).map(|rank| grid(run, rank, ranks, take)).collect()
+    (0..ranks).map(|rank| grid(run, rank, ranks, |name, members| take(rank, name, members))).collect()
 }
 
 /// A rank that works alone.
@@ -240,8 +303,8 @@ fn alone(device: Arc<dyn Device>) -> Seat {
         }
         _ => None,
     };
-    let groups = Groups::all(Arc::new(Solo::new("solo", device.clone())));
-    Seat { rank: 0, ranks: 1, device, groups, overhead }
+    let solo: Arc<dyn Group> = Arc::new(Solo::new("solo", device.clone()));
+    Seat { rank: 0, ranks: 1, device, groups: Groups::all(solo.clone()), saving: solo, overhead }
 }
 
 /// Of several ranks' failures, the one that is not only the echo of another's end.

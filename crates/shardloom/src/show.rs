@@ -7,7 +7,7 @@ pub use change::{Attempt, Change};
 
 use crate::run::{DataSource, DocumentSource};
 use crate::train::Job;
-use crate::{Error, Result, Run, data, ranks};
+use crate::{Error, Result, Run, checkpoints, data, ranks};
 use device::Profile;
 use fsdp::Plan;
 use serde_json::{Value, json};
@@ -92,6 +92,8 @@ pub struct Sheet {
     pub plan: Plan,
     pub constant_bytes: usize,
     pub peak_bytes: usize,
+    /// What a rank copies to host memory when it saves a checkpoint.
+    pub snapshot_bytes: usize,
     pub fit: Option<Fit>,
     pub notes: Vec<String>,
 }
@@ -123,8 +125,9 @@ impl Sheet {
             }
             Profile::Cpu => vec![],
         };
-        let constant_bytes = Plan::constant_bytes(&job.model);
-        Ok(Sheet { ranks, params: job.model.num_params(), plan, constant_bytes, peak_bytes, fit, notes })
+        let (params, constant_bytes) = (job.model.num_params(), Plan::constant_bytes(&job.model));
+        let snapshot_bytes = checkpoints::snapshot_bytes(&run, &plan);
+        Ok(Sheet { ranks, params, plan, constant_bytes, peak_bytes, snapshot_bytes, fit, notes })
     }
 
     /// Whether it fits, where a size was given.
@@ -151,6 +154,7 @@ impl Sheet {
         let _ = writeln!(out, "  {:<18} {}", "constants", bytes(self.constant_bytes));
         let _ = writeln!(out, "  {:<18} {}", "peak", bytes(self.peak_bytes));
         let _ = writeln!(out, "  {:<18} {}", "host memory", bytes(plan.host_bytes()));
+        let _ = writeln!(out, "  {:<18} {} while one is saved", "checkpoint", bytes(self.snapshot_bytes));
         let _ = writeln!(out, "\ncollectives of one step");
         for (name, count, size) in plan.traffic() {
             let _ = writeln!(out, "  {name:<18} {count} of {} in all", bytes(size).trim_start());
@@ -187,7 +191,7 @@ impl Sheet {
         let sheet = json!({
             "parameters": self.params, "ranks": self.ranks, "device": plan.profile.name(), "units": units,
             "regions": regions, "step_peak": step_peak, "peak_bytes": self.peak_bytes,
-            "host_bytes": plan.host_bytes(), "collectives": collectives,
+            "host_bytes": plan.host_bytes(), "snapshot_bytes": self.snapshot_bytes, "collectives": collectives,
             "fit": self.fit.as_ref().map(|fit| fit.json(self.peak_bytes)), "notes": self.notes,
         });
         format!("{sheet:#}\n")
@@ -275,6 +279,28 @@ fn fit_lines(out: &mut String, fit: &Fit, peak_bytes: usize) {
     };
 }
 
+/// An error about memory, with what the whole plan asks for and the cheapest change that would make it fit.
+pub(crate) fn explain_no_room(run: &Run, ranks: usize, error: fsdp::Error) -> Error {
+    let fsdp::Error::Device(source) = error else { return error.into() };
+    let device::Error::OutOfMemory { held, free, .. } = &source else { return source.into() };
+    // Context and libraries are there already: what is held and what is free is all a plan can have.
+    let Ok(sheet) = Sheet::new(run, ranks, free.map(|free| held + free)) else { return source.into() };
+    let short = |size: usize| bytes(size).trim_start().to_string();
+    let regions: Vec<String> = sheet
+        .plan
+        .regions()
+        .iter()
+        .map(|region| format!("{} {}", region.name, short(region.bytes)))
+        .collect();
+    let mut advice = format!("The plan needs {}: {}", short(sheet.peak_bytes), regions.join(", "));
+    advice += &match sheet.fit.as_ref().map(Fit::cheapest) {
+        Some(Some(attempt)) => format!(". With {} it needs {}", attempt.words(), short(attempt.peak_bytes)),
+        Some(None) if sheet.fits() == Some(false) => ". No setting tried makes it fit".into(),
+        _ => String::new(),
+    };
+    Error::NoRoom { source, advice: advice + "; `shardloom plan` shows what else could be changed" }
+}
+
 /// Bytes for people, in a column.
 pub fn bytes(bytes: usize) -> String {
     let mut value = bytes as f64;
@@ -300,5 +326,45 @@ mod tests {
         for text in ["", "GiB", "80G", "-1GiB", "0", "1.2.3MB"] {
             assert!(parse_bytes(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn no_room_says_what_the_plan_needs_and_what_would_fit() {
+        let text = r#"
+            [model.config]
+            model_type = "llama"
+            hidden_size = 256
+            intermediate_size = 688
+            num_hidden_layers = 8
+            num_attention_heads = 8
+            vocab_size = 1000
+            [data]
+            kind = "tokens"
+            path = "nowhere.bin"
+            seq_len = 256
+            [train]
+            steps = 1
+            global_batch = 8
+            micro_batch = 8
+            [output]
+            dir = "unused"
+        "#;
+        let run = Run::parse(text, &[]).unwrap();
+        let peak = Sheet::new(&run, 1, None).unwrap().peak_bytes;
+        let refused = |free: usize| {
+            let (device, what, hint) = ("cuda:0".to_string(), "step".to_string(), String::new());
+            let source =
+                device::Error::OutOfMemory { device, what, bytes: peak, held: 0, free: Some(free), hint };
+            explain_no_room(&run, 1, source.into()).to_string()
+        };
+        let error = refused(peak - 1);
+        for part in ["cuda:0: no room for step", "moments", "With recompute.mode = \"cheap\" it needs"] {
+            assert!(error.contains(part), "{part} is not in: {error}");
+        }
+        assert!(refused(1 << 20).contains("No setting tried makes it fit"), "{}", refused(1 << 20));
+        // Another process took what was free when the plan was made: the plan is not to blame.
+        assert!(!refused(peak).contains("it needs"), "{}", refused(peak));
+        let other = explain_no_room(&run, 1, fsdp::Error::Settings("x".into()));
+        assert_eq!(other.to_string(), "settings: x");
     }
 }

@@ -1,12 +1,14 @@
 //! Where weights come from: a Hugging Face folder, or a seed.
 
-use checkpoint::Dtype;
+use crate::floats::{decode, is_float};
 use checkpoint::folder::Weights;
 use fsdp::{Error, Result, Source};
-use half::{bf16, f16};
 use std::collections::HashMap;
 use std::path::Path;
 use tensor::{Init, Model};
+
+/// Numbers read from a file at once.
+const CHUNK: usize = 1 << 20;
 
 /// Reads from a Hugging Face folder, each range on its own.
 #[derive(Debug)]
@@ -25,7 +27,7 @@ impl Folder {
                     format!("{} has shape {:?}; config.json asks for {}", spec.name, info.shape, spec.shape);
                 return Err(crate::Error::file(dir, what));
             }
-            if !matches!(info.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+            if !is_float(info.dtype) {
                 let what =
                     format!("{} is {}; weights are read from F32, BF16 and F16", spec.name, info.dtype);
                 return Err(crate::Error::file(dir, what));
@@ -40,15 +42,12 @@ impl Source for Folder {
         let fail = |e: checkpoint::Error| Error::Weight { name: name.into(), what: e.to_string() };
         let dtype = self.weights.info(name).map_err(fail)?.dtype;
         let size = dtype.bytes();
-        let mut bytes = vec![0; out.len() * size];
-        self.weights.read_range(name, (start * size) as u64, &mut bytes).map_err(fail)?;
-        for (value, chunk) in out.iter_mut().zip(bytes.chunks_exact(size)) {
-            *value = match (dtype, chunk) {
-                (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
-                (Dtype::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
-                (_, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
-                _ => unreachable!("dtypes were checked on opening"),
-            };
+        let mut bytes = vec![0; CHUNK.min(out.len()) * size];
+        for (number, values) in out.chunks_mut(CHUNK).enumerate() {
+            let part = &mut bytes[..values.len() * size];
+            let first = start + number * CHUNK;
+            self.weights.read_range(name, (first * size) as u64, part).map_err(fail)?;
+            decode(dtype, part, values);
         }
         Ok(())
     }

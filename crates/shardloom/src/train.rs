@@ -1,23 +1,34 @@
 //! The training loop of one rank.
 
-use crate::data::{Cursor, Data, Loader, Share};
+use crate::checkpoints::{Resume, Resumed, Saver, SharedSource, What, agree_on};
+use crate::data::{Cursor, Data, Loader, Share, Stream};
 use crate::metrics::{Jsonl, Progress, Sink, StepDone};
 use crate::ranks::{self, Overhead, Seat};
 use crate::run::{ModelSource, Run};
 use crate::source::{Folder, Seeded};
-use crate::{Error, Result, save, show};
+use crate::{Error, Result, show};
+use checkpoint::{Position, State};
 use device::Profile;
-use fsdp::{Engine, Hyper, Plan, Settings, Source};
+use fsdp::{Engine, Hyper, Plan, Report};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 use tensor::Model;
 
+/// A loss scale that has fallen this far does not come back: gradients are not finite at any scale.
+const MIN_LOSS_SCALE: f64 = 1.0 / 65536.0;
+
 /// Trains as `ranks` ranks on this machine, or as one of those a launcher has started.
 pub fn train(run: &Run, num_ranks: usize) -> Result<()> {
+    train_from(run, num_ranks, &Resume::No)
+}
+
+/// As [`train`], going on from a checkpoint.
+pub fn train_from(run: &Run, num_ranks: usize, resume: &Resume) -> Result<()> {
     let launched = ranks::Launched::from_env()?;
     let num_ranks = launched.as_ref().map_or(num_ranks, |launched| launched.world);
     let job = Job::new(run, num_ranks)?;
-    ranks::start(run, num_ranks, launched, |seat| job.rank(seat))
+    ranks::start(run, num_ranks, launched, |seat| job.rank(seat, resume).map(drop))
 }
 
 /// The plan of a run on `num_ranks` ranks of such devices. Allocates nothing.
@@ -45,101 +56,208 @@ impl<'a> Job<'a> {
         Ok(Job { run, data, model, micro_batch, micro_batches, ranks })
     }
 
+    pub fn run(&self) -> &Run {
+        self.run
+    }
+
     pub fn plan(&self, profile: Profile) -> Result<Plan> {
-        let run = self.run;
-        let settings = Settings {
-            ranks: self.ranks,
-            strategy: run.strategy,
-            replicate: run.replicate,
-            wrap: run.wrap.clone(),
-            prefetch: run.prefetch,
-            precision: run.precision,
-            fields: self.data.fields(self.micro_batch),
-            micro_batches: self.micro_batches,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(profile),
-        };
+        let fields = self.data.fields(self.micro_batch);
+        let settings = self.run.settings(self.ranks, fields, self.micro_batches, profile);
         Ok(Plan::new(&self.model, settings, profile)?)
     }
 
-    fn source(&self) -> Result<Box<dyn Source>> {
-        Ok(match &self.run.source {
-            ModelSource::Folder(dir) => Box::new(Folder::open(dir, &self.model)?),
-            ModelSource::Seed(seed) => Box::new(Seeded::new(*seed, &self.model)),
+    fn source(&self, resumed: Option<&Resumed>) -> Result<SharedSource> {
+        Ok(match (resumed, &self.run.source) {
+            (Some(resumed), _) => Arc::new(Folder::open(resumed.dir(), &self.model)?),
+            (None, ModelSource::Folder(dir)) => Arc::new(Folder::open(dir, &self.model)?),
+            (None, ModelSource::Seed(seed)) => Arc::new(Seeded::new(*seed, &self.model)),
         })
     }
 
-    /// One rank, from empty shards to the final folder.
-    pub fn rank(&self, seat: Seat) -> Result<()> {
+    /// One rank, from empty shards to the final folder. What the last step came to, if one was made.
+    pub fn rank(&self, seat: Seat, resume: &Resume) -> Result<Option<Report>> {
         let run = self.run;
         let stream = self.data.stream(run)?;
         stream.agree(run, &*seat.groups.reduce)?;
-        let steps = stream.steps(run.length, run.global_batch);
         std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
-        let source = self.source()?;
+        let found = agree_on(resume, run, &*seat.groups.world)?;
+        let resumed = found.map(|dir| Resumed::open(&dir, &self.model)).transpose()?;
+        let source = self.source(resumed.as_ref())?;
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
-        let Seat { rank, ranks, device, groups, overhead } = seat;
-        let control = groups.world.clone();
-        let mut engine = Engine::new(device, plan, self.model.clone(), groups)?;
-        engine.fill(&*source)?;
-        if rank == 0 && run.progress {
-            eprintln!("data: {}", stream.summary_of_run(run.length, run.global_batch));
+        let Seat { rank, ranks, device, groups, saving, overhead } = seat;
+        let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())
+            .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
+        let fingerprint = stream.fingerprint();
+        let (mut before, mut cursor) = (0, Cursor::default());
+        match &resumed {
+            Some(resumed) => {
+                resumed.restore(&mut engine, &groups)?;
+                before = resumed.state.step;
+                cursor = resumed.cursor(&stream, fingerprint, run.global_batch)?;
+            }
+            None => engine.fill(&*source)?,
         }
-        let mut sinks = self.sinks(rank, steps)?;
+        let steps = stream.steps_from(before, cursor, run.length, run.global_batch);
+        let last = run.stop_after.map_or(steps, |stop| steps.min(stop));
+        let saver = Saver::new(run, &self.model, source, saving)?;
+        if rank == 0 {
+            self.say_start(resume, resumed.as_ref(), last);
+            if run.progress {
+                eprintln!("data: {}", stream.summary_of_run(run.length, run.global_batch));
+            }
+        }
+        drop(resumed);
         let share = Share { rank, ranks, global_batch: run.global_batch, micro_batch: self.micro_batch };
-        let mut loader = Loader::start(stream, share, Cursor::default(), steps)?;
-        let (mut start, mut reported) = (Instant::now(), 0);
-        for step in 1..=steps {
-            let batches = loader.next_step()?;
-            let lr = run.lr.lr(step, steps);
-            engine.step(&batches, &Hyper { adamw: run.adamw, lr, clip_norm: run.clip_norm, step })?;
-            if step % run.log_every != 0 && step != steps {
-                continue;
-            }
-            let report = engine.report()?;
-            if !report.loss.is_finite() {
-                return Err(Error::NotFinite { step, loss: report.loss });
-            }
-            // The steps since the last report were issued together: what one of them took is their mean.
-            let seconds = start.elapsed().as_secs_f64() / (step - reported) as f64;
-            (start, reported) = (Instant::now(), step);
-            let tokens = run.global_batch * self.data.seq;
-            let event = StepDone {
-                step,
-                loss: report.loss,
-                grad_norm: report.grad_norm,
-                lr,
-                tokens,
-                tokens_per_s: tokens as f64 / seconds,
-                step_ms: seconds * 1e3,
-                peak_bytes: engine.device().memory_use().peak_bytes,
-                device_bytes: engine.device().measured_bytes(),
-            };
-            sinks.iter_mut().try_for_each(|sink| sink.step(&event))?;
-        }
-        sinks.iter_mut().try_for_each(|sink| sink.finish())?;
+        let sinks = self.sinks(rank, before, last)?;
+        let way = Way { stream, share, fingerprint, cursor, before, last, steps };
+        let report = self.steps(&mut engine, way, sinks, saver)?;
         if rank == 0 && run.progress {
             say_memory(planned_bytes, overhead, &engine);
         }
-        if !run.write_model {
-            return Ok(());
+        Ok(report)
+    }
+
+    fn steps(
+        &self,
+        engine: &mut Engine,
+        way: Way,
+        mut sinks: Vec<Box<dyn Sink>>,
+        mut saver: Saver,
+    ) -> Result<Option<Report>> {
+        let run = self.run;
+        let Way { ref stream, share, mut cursor, before, last, steps, .. } = way;
+        let mut loader = Loader::start(stream.clone(), share, cursor, last.saturating_sub(before))?;
+        let scaled = engine.plan().settings.loss_scale().is_some();
+        let (mut clock, mut reported, mut latest) = (Instant::now(), before, None);
+        for step in before + 1..=last {
+            self.say(share.rank, saver.poll()?);
+            let batches = loader.next_step()?;
+            let lr = run.lr.lr(step, steps);
+            engine.step(&batches, &Hyper { adamw: run.adamw, lr, clip_norm: run.clip_norm, step })?;
+            cursor = cursor.advanced(run.global_batch as u64, stream.rows());
+            let what = What {
+                checkpoint: run.checkpoint.is_due(step, last),
+                model: run.write_model && step == last,
+            };
+            let logs = step % run.log_every == 0 || step == last;
+            if !logs && !what.is_something() {
+                continue;
+            }
+            let report = engine.report()?;
+            if report.ended_at.is_some() || report.loss_scale < MIN_LOSS_SCALE {
+                return Err(engine.blame(report.ended_at.unwrap_or(step))?.into());
+            }
+            if !report.loss.is_finite() {
+                return Err(Error::NotFinite { step, loss: report.loss });
+            }
+            latest = Some(report);
+            if logs {
+                // The steps since the last report were issued together: what one of them took is their mean.
+                let seconds = clock.elapsed().as_secs_f64() / (step - reported) as f64;
+                (clock, reported) = (Instant::now(), step);
+                let tokens = run.global_batch * self.data.seq;
+                let event = StepDone {
+                    step,
+                    loss: report.loss,
+                    grad_norm: report.grad_norm,
+                    lr,
+                    tokens,
+                    tokens_per_s: tokens as f64 / seconds,
+                    step_ms: seconds * 1e3,
+                    peak_bytes: engine.device().memory_use().peak_bytes,
+                    device_bytes: engine.device().measured_bytes(),
+                    loss_scale: scaled.then_some(report.loss_scale),
+                    skipped_steps: scaled.then_some(report.skipped_steps),
+                    checkpoint_wait_ms: saver.take_waited().map(|waited| waited.as_secs_f64() * 1e3),
+                };
+                sinks.iter_mut().try_for_each(|sink| sink.step(&event))?;
+            }
+            // After its line: a run that goes on from here finds all lines up to here.
+            if what.is_something() {
+                let state = self.state(engine, &way, step, cursor)?;
+                self.say(share.rank, saver.save(engine, state, what)?);
+            }
         }
-        save::final_model(run, &self.model, &engine, &*source, &*control)
+        if before >= last && run.write_model {
+            // It may have been killed between its last checkpoint and its model.
+            let (state, what) = (State::at(before), What { checkpoint: false, model: true });
+            self.say(share.rank, saver.save(engine, state, what)?);
+        }
+        sinks.iter_mut().try_for_each(|sink| sink.finish())?;
+        self.say(share.rank, saver.wait()?);
+        Ok(latest)
+    }
+
+    /// Where the run stands after `step`.
+    fn state(&self, engine: &Engine, way: &Way, step: u64, cursor: Cursor) -> Result<State> {
+        let (Cursor { epoch, row }, scaler) = (cursor, engine.scaler()?);
+        let scaled = engine.plan().settings.loss_scale().is_some();
+        Ok(State {
+            optimizer_step: step.saturating_sub(scaler.skipped_steps),
+            data: Some(Position { epoch, row, fingerprint: way.fingerprint }),
+            scaler: scaled
+                .then_some(checkpoint::Scaler { scale: scaler.scale, good_steps: scaler.good_steps.into() }),
+            run: self.run.given.clone(),
+            versions: BTreeMap::from([("shardloom".into(), env!("CARGO_PKG_VERSION").into())]),
+            ..State::at(step)
+        })
     }
 
     /// Rank 0 reports for all.
-    fn sinks(&self, rank: usize, steps: u64) -> Result<Vec<Box<dyn Sink>>> {
+    fn sinks(&self, rank: usize, before: u64, steps: u64) -> Result<Vec<Box<dyn Sink>>> {
         let mut sinks: Vec<Box<dyn Sink>> = Vec::new();
         if rank == 0 && self.run.progress {
-            sinks.push(Box::new(Progress::new(steps)));
+            sinks.push(Box::new(Progress::new(before, steps)));
         }
         if rank == 0 && self.run.jsonl {
-            sinks.push(Box::new(Jsonl::create(&self.run.output.join("metrics.jsonl"))?));
+            let path = self.run.output.join("metrics.jsonl");
+            let jsonl = if before == 0 { Jsonl::create(&path)? } else { Jsonl::resume(&path, before)? };
+            sinks.push(Box::new(jsonl));
         }
         Ok(sinks)
     }
+
+    /// Where a run starts, where that is a question.
+    fn say_start(&self, resume: &Resume, resumed: Option<&Resumed>, steps: u64) {
+        match (resumed, resume) {
+            (Some(resumed), _) if resumed.state.step >= steps => {
+                eprintln!("{} has all {steps} steps already: nothing is left to do", resumed.dir().display());
+            }
+            (Some(resumed), _) => {
+                eprintln!("going on from {}, after step {}", resumed.dir().display(), resumed.state.step);
+            }
+            (None, Resume::Latest) => {
+                let dir = self.run.output.join("checkpoints");
+                eprintln!("there is no checkpoint in {} yet: starting from the beginning", dir.display());
+            }
+            _ => {}
+        }
+    }
+
+    /// What a save has to say.
+    fn say(&self, rank: usize, said: Option<String>) {
+        if let (0, true, Some(said)) = (rank, self.run.progress, said) {
+            // On a terminal the progress line is still there.
+            eprintln!("\r{said}");
+        }
+    }
+}
+
+/// From where to where the loop goes, and on what.
+#[derive(Debug)]
+struct Way {
+    stream: Arc<Stream>,
+    share: Share,
+    /// Of the data.
+    fingerprint: u64,
+    /// The next row.
+    cursor: Cursor,
+    /// Steps made before.
+    before: u64,
+    last: u64,
+    /// Of the whole run: what the learning rate goes by.
+    steps: u64,
 }
 
 /// What was planned, what was taken, and what the device itself says, context and libraries apart.

@@ -94,6 +94,9 @@ fn settings_that_do_not_come_out() {
     refused(&["shard.wrap={kinds=[\"GPT2Block\"]}".into()], 2, &["GPT2Block", "LlamaDecoderLayer"]);
     refused(&["optimizer.learning_rate=1".into()], 2, &["learning_rate"]);
     refused(&["output.dir=/proc/nowhere".into()], 2, &["/proc/nowhere"]);
+    refused(&["device.group=smoke".into()], 2, &["smoke", "shm, tcp, mpi"]);
+    #[cfg(not(feature = "mpi"))]
+    refused(&["device.group=mpi".into()], 2, &["has no MPI", "--features mpi"]);
 }
 
 #[test]

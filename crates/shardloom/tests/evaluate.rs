@@ -3,10 +3,7 @@
 use checkpoint::safetensors::File;
 use comm::{Solo, local};
 use device::{Device, Profile, cpu::Cpu};
-use fsdp::{
-    Accumulate, Engine, Evaluation, Field, Groups, HostBatch, Hyper, Plan, Precision, Settings, Strategy,
-    Wrap,
-};
+use fsdp::{Engine, Evaluation, Field, Groups, HostBatch, Hyper, Plan, Settings, Strategy};
 use shardloom::source::Folder;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,18 +44,13 @@ fn evaluate(
     let config = Config::parse(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
     let model = Arc::new(build(&config, SEQ).unwrap());
     let file = File::open(dir.join("io.safetensors")).unwrap();
+    let fields = Field::tokens(micro, SEQ);
     let settings = Settings {
-        ranks,
         strategy,
-        replicate: 1,
-        wrap: Wrap::Layer,
-        prefetch: 1,
-        precision: Precision::F32,
-        fields: Field::tokens(micro, SEQ),
         micro_batches: 4 / ranks / micro,
         keep,
-        accumulate: Accumulate::Sharded,
         loss_chunk: 32,
+        ..Settings::new(ranks, fields)
     };
     let plan = Arc::new(Plan::new(&model, settings, Profile::Cpu).unwrap());
     let rank = |rank: usize, device: Arc<dyn Device>, groups: Groups| {

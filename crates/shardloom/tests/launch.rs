@@ -16,7 +16,7 @@ fn launch(words: &str, script: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardloom"));
     command.arg("launch").args(words.split_whitespace()).args(["--", "sh", "-c", script]);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    for name in ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SHARDLOOM_SECRET", "SHARDLOOM_THREADS"] {
+    for name in ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SHARDLOOM_SECRET"] {
         command.env_remove(name);
     }
     if words.contains("--nnodes") {
@@ -121,18 +121,16 @@ fn what_the_user_set_stays_and_defaults_come_from_the_environment() {
 
 #[test]
 fn cores_are_divided() {
-    let script = "grep Cpus_allowed_list /proc/self/status | cut -f2; echo threads $SHARDLOOM_THREADS";
-    let cores = std::thread::available_parallelism().unwrap().get();
-    let one = run("", script);
-    assert!(one.stdout.contains(&format!("threads {cores}")), "{}", one.stdout);
-    if cores >= 2 {
-        let lists = run("--nproc-per-node 2", script).stdout;
-        let lists: Vec<&str> = lists.lines().filter(|line| !line.starts_with("threads")).collect();
-        assert_ne!(lists[0], lists[1]);
-        let free = run("--nproc-per-node 2 --affinity none", script).stdout;
-        let free: Vec<&str> = free.lines().filter(|line| !line.starts_with("threads")).collect();
-        assert_eq!(free[0], free[1]);
+    let script = "grep Cpus_allowed_list /proc/self/status | cut -f2";
+    if std::thread::available_parallelism().unwrap().get() < 2 {
+        return println!("skipped: there is one core");
     }
+    let divided = run("--nproc-per-node 2", script).stdout;
+    let divided: Vec<&str> = divided.lines().collect();
+    assert_ne!(divided[0], divided[1]);
+    let free = run("--nproc-per-node 2 --affinity none", script).stdout;
+    let free: Vec<&str> = free.lines().collect();
+    assert_eq!(free[0], free[1]);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Ranks that end before their time, or stop, in the middle of training.
 
+use comm::store::Store;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,8 +12,13 @@ fn root() -> PathBuf {
 
 /// Two processes that train for ever.
 fn train(dir: &Path, group: &str, timeout_s: f64) -> Child {
+    command(dir, group, timeout_s).args(["--ranks", "2"]).spawn().unwrap()
+}
+
+/// A training that does not end.
+fn command(dir: &Path, group: &str, timeout_s: f64) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardloom"));
-    command.current_dir(root()).args(["train", "examples/quickstart/RUN.toml", "--ranks", "2"]);
+    command.current_dir(root()).args(["train", "examples/quickstart/RUN.toml"]);
     for set in [
         "train.steps=1000000".to_string(),
         "train.global_batch=2".into(),
@@ -30,7 +36,8 @@ fn train(dir: &Path, group: &str, timeout_s: f64) -> Child {
     for name in ["RANK", "WORLD_SIZE", "SHARDLOOM_SECRET"] {
         command.env_remove(name);
     }
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
 }
 
 /// The process of a rank, among the launcher's children.
@@ -87,4 +94,29 @@ fn a_stopped_rank_ends_the_job_when_the_timeout_does() {
             assert!(text.contains(word), "{group}: {text}");
         }
     }
+}
+
+/// Without a launcher that would end them: one of three dies before the third has come.
+#[test]
+fn a_rank_that_dies_while_ranks_meet_ends_the_others_and_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let rank = |rank: usize| {
+        let mut command = command(dir.path(), "auto", 600.0);
+        let variables = [("RANK", rank), ("WORLD_SIZE", 3), ("MASTER_PORT", port.into())];
+        command.args(["--set", "train.global_batch=3"]);
+        command.envs(variables.map(|(name, value)| (name, value.to_string()))).spawn().unwrap()
+    };
+    let (first, mut second) = (rank(0), rank(1));
+    let store = Store::connect(&format!("127.0.0.1:{port}"), Duration::from_secs(60)).unwrap();
+    // The keys of a job that was not started again.
+    store.wait(&["shardloom//world/seat/1"], Duration::from_secs(60)).unwrap();
+    second.kill().unwrap();
+    second.wait().unwrap();
+    let (output, pid) = (first.wait_with_output().unwrap(), second.id());
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains(&format!("rank 1 of the job (process {pid} on ")), "{text}");
+    // The timeout was ten minutes.
+    assert!(text.contains(" has ended") && text.contains("waited "), "{text}");
 }

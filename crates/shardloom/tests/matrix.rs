@@ -121,6 +121,7 @@ fn toml([case, ranks, strategy, recompute, accumulate]: Choice, group: &str, dir
         recompute.mode = "{recompute}"
         device = {{ kind = "cpu", group = "{group}", timeout_s = 60 }}
         output = {{ dir = "{out}", model = false }}
+        checkpoint.at_end = false
         log.sinks = ["jsonl"]
         "#,
         model = reference(CASES[case]).display(),

@@ -119,16 +119,8 @@ fn floats(bytes: Vec<u8>) -> Vec<f64> {
     bytes.chunks_exact(4).map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap()))).collect()
 }
 
-/// Which elements of a weight have a gradient that is more than rounding.
-///
-/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE
-/// turns slowly, a key bias's gradient is zero but for rounding, and Adam divides that rounding by its own
-/// size. Runs of ours on 1, 2 and 4 ranks end up to 2e-4 apart there, as far as they are from PyTorch's.
-fn has_gradient(io: &checkpoint::safetensors::File, name: &str) -> Vec<bool> {
-    let gradient = floats(io.read(&format!("grad.{name}")).unwrap());
-    let most = gradient.iter().fold(0.0f64, |most, g| most.max(g.abs()));
-    let rounding = if name.ends_with("k_proj.bias") { 1e-4 } else { 0.0 };
-    gradient.iter().map(|g| g.abs() >= rounding * most).collect()
+fn doubles(bytes: Vec<u8>) -> Vec<f64> {
+    bytes.chunks_exact(8).map(|c| f64::from_le_bytes(c.try_into().unwrap())).collect()
 }
 
 #[test]
@@ -150,19 +142,8 @@ fn memory_grows_with_the_sequence_and_not_with_its_square_or_the_vocabulary() {
         let model = std::sync::Arc::new(tensor::models::build(&config, seq).unwrap());
         let mut run = run("llama3", &[], Path::new("unused"));
         run.config = config;
-        let settings = fsdp::Settings {
-            ranks: 1,
-            strategy: run.strategy,
-            replicate: 1,
-            wrap: run.wrap.clone(),
-            prefetch: 1,
-            precision: run.precision,
-            fields: fsdp::Field::tokens(1, seq),
-            micro_batches: 1,
-            keep: run.keep,
-            accumulate: run.accumulate,
-            loss_chunk: run.loss_chunk(device::Profile::Cpu),
-        };
+        let fields = fsdp::Field::tokens(1, seq);
+        let settings = run.settings(1, fields, 1, device::Profile::Cpu);
         let plan = fsdp::Plan::new(&model, settings, device::Profile::Cpu).unwrap();
         plan.regions().iter().find(|region| region.name == "step").unwrap().bytes
     };
@@ -282,31 +263,38 @@ fn a_mesh_that_does_not_come_out_is_refused() {
     assert!(error.to_string().contains("4 ranks") && error.exit_status() == 2, "{error}");
 }
 
+/// PyTorch's weights after 12 steps: in f32, and computed in f64 where the case has some.
+///
+/// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE turns
+/// slowly, the gradient of a key's bias is zero but for rounding, and Adam divides that rounding by its own size.
+/// PyTorch's f32 weights are up to 1.3e-4 from its f64 weights there, and its two attentions 1.7e-4 from each other:
+/// the f64 run is what both round.
+fn arrived_at(case: &str, name: &str) -> Vec<Vec<f64>> {
+    let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file));
+    let single = floats(open("after12.safetensors").unwrap().read(name).unwrap());
+    let double = open("after12-f64.safetensors").ok().and_then(|file| file.read(name).ok()).map(doubles);
+    [Some(single), double].into_iter().flatten().collect()
+}
+
 #[test]
 fn the_final_folder_holds_what_pytorch_arrived_at() {
     for case in CASES {
         let out = tempfile::tempdir().unwrap();
-        train(case, 2, &[], out.path());
-        let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file)).unwrap();
+        train(case, 1, &[], out.path());
         let ours = checkpoint::folder::Weights::open(out.path().join("model")).unwrap();
-        let (theirs, io) = (open("after12.safetensors"), open("io.safetensors"));
+        let theirs =
+            checkpoint::safetensors::File::open(reference(case).join("after12.safetensors")).unwrap();
         assert_eq!(ours.tensors().len(), theirs.tensors().len());
         let mut worst = (0.0, String::new());
         for (name, _) in theirs.tensors() {
-            let (a, b) = (floats(ours.read(name).unwrap()), floats(theirs.read(name).unwrap()));
-            let size = b.iter().map(|b| b * b).sum::<f64>().sqrt();
-            let distance = |counts: &dyn Fn(usize) -> bool| {
-                let squares = (0..a.len()).filter(|&i| counts(i)).map(|i| (a[i] - b[i]).powi(2));
-                squares.sum::<f64>().sqrt() / size
+            let ours = floats(ours.read(name).unwrap());
+            let far = |theirs: &Vec<f64>| {
+                let squares = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2));
+                (squares.sum::<f64>() / theirs.iter().map(|b| b * b).sum::<f64>()).sqrt()
             };
-            let has_gradient = has_gradient(&io, name);
-            let (sure, all) = (distance(&|i| has_gradient[i]), distance(&|_| true));
-            assert!(sure <= 1e-4, "{case}: {name}: {sure:e}");
-            assert!(all <= 1e-3, "{case}: {name}, rounding included: {all:e}");
-            if all > sure {
-                println!("{case}: {name}: {sure:.1e}, rounding included {all:.1e}");
-            }
-            worst = if sure > worst.0 { (sure, name.to_string()) } else { worst };
+            let near = arrived_at(case, name).iter().map(far).fold(f64::INFINITY, f64::min);
+            assert!(near <= 1e-4, "{case}: {name}: {near:e}");
+            worst = if near > worst.0 { (near, name.to_string()) } else { worst };
         }
         println!("{case}: weights after 12 steps within {:.1e} ({})", worst.0, worst.1);
     }
@@ -325,6 +313,70 @@ fn bf16_follows_pytorchs_bf16() {
 }
 
 #[test]
+fn f16_follows_the_exact_curve() {
+    for case in CASES {
+        for ranks in [1, 2] {
+            let out = tempfile::tempdir().unwrap();
+            let [losses, norms, _] = train(case, ranks, &["precision.compute=f16"], out.path());
+            let curve = &read_json(reference(case).join("curve.json"))["curves"]["clip1"];
+            assert_close(&format!("{case}: f16 loss"), &losses, &numbers(&curve["loss"]), 1e-3);
+            assert_close(&format!("{case}: f16 norm"), &norms, &numbers(&curve["grad_norm"]), 1e-2);
+        }
+    }
+}
+
+#[test]
+fn skipped_steps_and_the_scale_are_in_the_metrics() {
+    let out = tempfile::tempdir().unwrap();
+    let set = ["precision.compute=f16", "precision.init_scale=1e9", "precision.scale_interval=4"];
+    shardloom::train(&run("llama3", &set, out.path()), 2).unwrap();
+    let text = std::fs::read_to_string(out.path().join("metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let column = |key: &str| lines.iter().map(|line| line[key].as_f64()).collect::<Vec<_>>();
+    let (norms, scales, skipped) = (column("grad_norm"), column("loss_scale"), column("skipped_steps"));
+    assert_eq!((norms[0], scales[0], skipped[0]), (None, Some(5e8), Some(1.0)));
+    let all = norms.iter().filter(|norm| norm.is_none()).count();
+    assert!(all < 12 && skipped[11] == Some(all as f64), "{text}");
+    assert!(norms.iter().flatten().all(|norm| *norm < 100.0), "norms are unscaled: {text}");
+}
+
+#[test]
+fn a_resumed_f16_run_goes_on_with_its_scale() {
+    let set = ["precision.compute=f16", "precision.init_scale=1e9", "precision.scale_interval=2"];
+    let lines = |out: &Path| -> Vec<Vec<Option<f64>>> {
+        let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let keys = ["step", "loss", "grad_norm", "loss_scale", "skipped_steps"];
+        let line = |line: &str| {
+            let value: Value = serde_json::from_str(line).unwrap();
+            keys.map(|key| value[key].as_f64()).to_vec()
+        };
+        text.lines().map(line).collect()
+    };
+    let [straight, stopped] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    shardloom::train(&run("llama3", &set, straight.path()), 2).unwrap();
+    let half = [&set[..], &["train.steps=6", "checkpoint.every=6"]].concat();
+    shardloom::train(&run("llama3", &half, stopped.path()), 2).unwrap();
+    shardloom::train_from(&run("llama3", &set, stopped.path()), 2, &shardloom::Resume::Latest).unwrap();
+    let (one, other) = (lines(straight.path()), lines(stopped.path()));
+    assert!(one[5][4] > Some(0.0), "{one:?}");
+    assert_eq!(one, other);
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_ends_the_run_and_is_named() {
+    for (ranks, place) in [(1, "on rank 0"), (2, "on ranks 0, 1")] {
+        let out = tempfile::tempdir().unwrap();
+        let error = shardloom::train(&run("llama3", &["optimizer.lr=1e30"], out.path()), ranks).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("step 2") && text.contains("LlamaDecoderLayer 2") && text.contains(place),
+            "{text}"
+        );
+        assert_eq!(error.exit_status(), 1);
+    }
+}
+
+#[test]
 fn the_same_run_gives_the_same_bits() {
     for set in [vec![], vec!["precision.compute=bf16", "train.micro_batch=1"]] {
         let outs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -338,7 +390,7 @@ fn the_devices_peak_is_the_plans() {
     for (ranks, strategy, micro) in
         [(1, "full", 4), (2, "full", 2), (2, "full", 1), (2, "none", 1), (4, "grad", 1)]
     {
-        for precision in ["f32", "bf16"] {
+        for precision in ["f32", "bf16", "f16"] {
             let out = tempfile::tempdir().unwrap();
             let set = [
                 format!("shard.strategy={strategy}"),

@@ -160,6 +160,13 @@ pub trait Op: fmt::Debug + Send {
     fn is_cheap(&self) -> bool {
         false
     }
+
+    /// For an operation whose backward needs its inputs alone: what [`Op::forward`] would give, with results that
+    /// hold anything. Asked when a forward runs again for its backward, of operations whose results nothing in the
+    /// unit takes. Others have None, and run.
+    fn unseen(&self, _cx: &Context<'_>, _inputs: &[Tensor]) -> Result<Option<Outcome>> {
+        Ok(None)
+    }
 }
 
 /// What the tape holds of an operation's saved tensors.
@@ -212,9 +219,14 @@ pub struct Tape {
     nodes: Vec<Node>,
     /// The last results of cheap operations, while the forward runs: (mark of the tensor, place of its operation).
     cheap: Vec<(Weak<Hold>, usize)>,
-    vars: usize,
     entries: Vec<usize>,
     exits: Vec<usize>,
+    /// By variable: the number of the operation that gave it, None for what came in with the carry.
+    makers: Vec<Option<usize>>,
+    /// By operation: whether a later one took a result of it.
+    taken: Vec<bool>,
+    /// The same of the first run, when this is the second.
+    taken_before: Vec<bool>,
 }
 
 impl Tape {
@@ -222,9 +234,29 @@ impl Tape {
         Tape { keep, ..Tape::default() }
     }
 
-    fn enter(&mut self, tensor: Tensor) -> Var {
-        self.vars += 1;
-        Var { id: self.vars - 1, tensor }
+    /// A tape for running the same forward again, now for its backward. What only the next unit took, and no
+    /// backward needs, is not computed a second time.
+    pub fn second(first: Tape) -> Self {
+        Tape { keep: Keep::All, taken_before: first.taken, ..Tape::default() }
+    }
+
+    fn enter(&mut self, tensor: Tensor, maker: Option<usize>) -> Var {
+        self.makers.push(maker);
+        Var { id: self.makers.len() - 1, tensor }
+    }
+
+    /// An operation is about to run on these variables: its number.
+    fn begin(&mut self, inputs: &[usize]) -> usize {
+        for maker in inputs.iter().filter_map(|&id| self.makers[id]) {
+            self.taken[maker] = true;
+        }
+        self.taken.push(false);
+        self.taken.len() - 1
+    }
+
+    /// Whether nothing in the unit will take the results of this operation.
+    fn is_unseen(&self, op: usize) -> bool {
+        self.taken_before.get(op) == Some(&false)
     }
 
     /// Runs `blocks` forward over `carry`, recording in `Train` mode.
@@ -234,7 +266,7 @@ impl Tape {
         blocks: impl Iterator<Item = &'b dyn Block>,
         carry: Vec<Tensor>,
     ) -> Result<Vec<Tensor>> {
-        let mut carry: Vec<Var> = carry.into_iter().map(|tensor| self.enter(tensor)).collect();
+        let mut carry: Vec<Var> = carry.into_iter().map(|tensor| self.enter(tensor, None)).collect();
         self.entries = carry.iter().map(|var| var.id).collect();
         let mut pass = Pass { cx, tape: self };
         for block in blocks {
@@ -248,7 +280,7 @@ impl Tape {
     /// Walks back from gradients of what the forward returned to gradients of its carry. Each operation's
     /// saved tensors go as soon as they have been used.
     pub fn backward(mut self, cx: Context<'_>, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let mut by_var: Vec<Option<Tensor>> = vec![None; self.vars];
+        let mut by_var: Vec<Option<Tensor>> = vec![None; self.makers.len()];
         for (id, grad) in self.exits.iter().zip(grads) {
             accumulate(&cx, &mut by_var[*id], grad)?;
         }
@@ -334,8 +366,15 @@ impl Pass<'_> {
     /// Runs an operation and, when training, remembers it.
     pub fn apply(&mut self, op: impl Op + 'static, inputs: Vec<Var>) -> Result<Vec<Var>> {
         let ids: Vec<usize> = inputs.iter().map(|var| var.id).collect();
-        let outcome = op.forward(&self.cx, inputs.into_iter().map(Var::into_tensor).collect())?;
-        let outputs: Vec<Var> = outcome.outputs.into_iter().map(|tensor| self.tape.enter(tensor)).collect();
+        let number = self.tape.begin(&ids);
+        let inputs: Vec<Tensor> = inputs.into_iter().map(Var::into_tensor).collect();
+        let unseen = if self.tape.is_unseen(number) { op.unseen(&self.cx, &inputs)? } else { None };
+        let outcome = match unseen {
+            Some(outcome) => outcome,
+            None => op.forward(&self.cx, inputs)?,
+        };
+        let enter = |tensor| self.tape.enter(tensor, Some(number));
+        let outputs: Vec<Var> = outcome.outputs.into_iter().map(enter).collect();
         if self.cx.mode == Mode::Train && self.tape.keep != Keep::Nothing {
             self.tape.record(op, ids, &outputs, outcome.saved);
         }

@@ -32,6 +32,15 @@ impl TensorInfo {
     pub fn num_elements(&self) -> u64 {
         self.num_bytes() / self.dtype.bytes() as u64
     }
+
+    /// Fails where the range leaves the tensor; `path` and `key` say which it is.
+    pub(crate) fn check_range(&self, path: &Path, key: &str, start: u64, len: usize) -> Result<()> {
+        let size = self.num_bytes();
+        if start.checked_add(len as u64).is_some_and(|end| end <= size) {
+            return Ok(());
+        }
+        Err(Error::Range { path: path.to_path_buf(), key: key.to_string(), start, len, size })
+    }
 }
 
 /// Bytes of a tensor, if they can be counted.

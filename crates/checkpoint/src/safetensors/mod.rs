@@ -4,7 +4,7 @@ mod header;
 mod read;
 mod write;
 
+pub(crate) use header::bytes_of;
 pub use header::{MAX_HEADER_BYTES, TensorInfo};
 pub use read::File;
-pub(crate) use write::write_whole;
 pub use write::{Layout, Writer};

@@ -13,6 +13,7 @@ pub struct File {
     data: u64,
     header: Header,
     index: HashMap<String, usize>,
+    header_crc32: u32,
 }
 
 impl File {
@@ -24,9 +25,9 @@ impl File {
         if size < 8 {
             return Err(Error::format(path, format!("not a safetensors file: it has only {size} bytes")));
         }
-        let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0).map_err(Error::io(path, "read the header length of"))?;
-        let length = u64::from_le_bytes(length);
+        let mut start = [0; 8];
+        file.read_exact_at(&mut start, 0).map_err(Error::io(path, "read the header length of"))?;
+        let length = u64::from_le_bytes(start);
         if length > MAX_HEADER_BYTES {
             let what = format!("not a safetensors file: its header would have {length} bytes");
             return Err(Error::format(path, what));
@@ -40,6 +41,9 @@ impl File {
         let mut json = vec![0; length as usize];
         file.read_exact_at(&mut json, 8).map_err(Error::io(path, "read the header of"))?;
         let header = Header::parse(path, &json)?;
+        let mut sum = crc32fast::Hasher::new();
+        sum.update(&start);
+        sum.update(&json);
         let found = size - data;
         if found != header.data_bytes {
             let state = if found < header.data_bytes { "truncated" } else { "too long" };
@@ -50,11 +54,17 @@ impl File {
             return Err(Error::format(path, what));
         }
         let index = header.tensors.iter().enumerate().map(|(i, (name, _))| (name.clone(), i)).collect();
-        Ok(File { path: path.to_path_buf(), file, data, header, index })
+        let (path, header_crc32) = (path.to_path_buf(), sum.finalize());
+        Ok(File { path, file, data, header, index, header_crc32 })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The checksum of what comes before the data.
+    pub(crate) fn header_crc32(&self) -> u32 {
+        self.header_crc32
     }
 
     /// Names and entries, in the order of their bytes.
@@ -82,14 +92,14 @@ impl File {
 
     /// Fills `out` with a tensor's bytes from `byte_start` on.
     pub fn read_range(&self, name: &str, byte_start: u64, out: &mut [u8]) -> Result<()> {
-        let info = self.info(name)?;
-        let (len, size) = (out.len(), info.num_bytes());
-        if byte_start.checked_add(len as u64).is_none_or(|end| end > size) {
-            let (path, key) = (self.path.clone(), name.to_string());
-            return Err(Error::Range { path, key, start: byte_start, len, size });
-        }
-        let read = self.file.read_exact_at(out, self.data + info.start() + byte_start);
+        self.check_range(name, byte_start, out.len())?;
+        let read = self.file.read_exact_at(out, self.data + self.info(name)?.start() + byte_start);
         read.map_err(|source| Error::Io { path: self.path.clone(), doing: "read from", source })
+    }
+
+    /// Fails where the range leaves the tensor.
+    pub(crate) fn check_range(&self, name: &str, byte_start: u64, len: usize) -> Result<()> {
+        self.info(name)?.check_range(&self.path, name, byte_start, len)
     }
 
     /// All bytes of a tensor.

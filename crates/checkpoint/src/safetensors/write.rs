@@ -1,4 +1,5 @@
 use super::header::{MAX_HEADER_BYTES, TensorInfo, bytes_of};
+use crate::storage::{Disk, Storage};
 use crate::{Dtype, Error, Result};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::collections::HashMap;
@@ -70,9 +71,14 @@ impl Layout {
         self.index.get(name).map(|&i| &self.tensors[i].1)
     }
 
-    /// Byte of the file at which a tensor starts.
-    pub fn position(&self, name: &str) -> Option<u64> {
-        Some(self.header.len() as u64 + self.get(name)?.start())
+    /// Byte of the file at which bytes `byte_start..byte_start + len` of a tensor lie. `path` appears in errors.
+    pub fn position(&self, path: &Path, name: &str, byte_start: u64, len: usize) -> Result<u64> {
+        let Some(info) = self.get(name) else {
+            let (path, key) = (path.to_path_buf(), format!("tensor {name}"));
+            return Err(Error::Missing { path, key, hint: " in the layout of this file".into() });
+        };
+        info.check_range(path, name, byte_start, len)?;
+        Ok(self.header.len() as u64 + info.start() + byte_start)
     }
 }
 
@@ -89,11 +95,7 @@ impl Serialize for Entries<'_> {
     }
 }
 
-/// Writes ranges of one file, which lies under a temporary name until [`Writer::finish`] renames it.
-///
-/// Several writers may share a file: one of them [`create`](Writer::create)s it, the others
-/// [`join`](Writer::join) it afterwards, all write disjoint ranges and [`sync`](Writer::sync), and when all
-/// have, the first one finishes.
+/// Writes a file of its own, which lies under a temporary name until [`Writer::finish`] renames it.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
@@ -106,25 +108,15 @@ impl Writer {
     /// Creates the temporary file at its full size, header included. What an earlier, unfinished attempt left
     /// there is replaced.
     pub fn create(path: impl AsRef<Path>, layout: Layout) -> Result<Self> {
-        let (path, temporary) = names(path.as_ref())?;
+        let path = path.as_ref();
+        let Some(name) = path.file_name() else {
+            return Err(Error::format(path, "not the name of a file"));
+        };
+        let temporary = path.with_file_name(format!(".{}.partial", name.to_string_lossy()));
         let file = std::fs::File::create(&temporary).map_err(Error::io(&temporary, "create"))?;
         file.set_len(layout.file_bytes()).map_err(Error::io(&temporary, "make room in"))?;
         file.write_all_at(layout.header(), 0).map_err(Error::io(&temporary, "write the header of"))?;
-        Ok(Writer { path, temporary, file, layout })
-    }
-
-    /// Opens the temporary file another writer has created with the same layout.
-    pub fn join(path: impl AsRef<Path>, layout: Layout) -> Result<Self> {
-        let (path, temporary) = names(path.as_ref())?;
-        let file = std::fs::OpenOptions::new().read(true).write(true).open(&temporary);
-        let file = file.map_err(Error::io(&temporary, "open"))?;
-        let mut header = vec![0; layout.header().len()];
-        let read = file.read_exact_at(&mut header, 0);
-        read.map_err(Error::io(&temporary, "read the header of"))?;
-        if header != layout.header() {
-            return Err(Error::format(&temporary, "it was created with other names, dtypes or shapes"));
-        }
-        Ok(Writer { path, temporary, file, layout })
+        Ok(Writer { path: path.to_path_buf(), temporary, file, layout })
     }
 
     pub fn layout(&self) -> &Layout {
@@ -133,56 +125,16 @@ impl Writer {
 
     /// Writes a tensor's bytes from `byte_start` on.
     pub fn write_range(&self, name: &str, byte_start: u64, bytes: &[u8]) -> Result<()> {
-        let (Some(info), Some(position)) = (self.layout.get(name), self.layout.position(name)) else {
-            let (path, key) = (self.path.clone(), format!("tensor {name}"));
-            return Err(Error::Missing { path, key, hint: " in the layout of this file".into() });
-        };
-        let (len, size) = (bytes.len(), info.num_bytes());
-        if byte_start.checked_add(len as u64).is_none_or(|end| end > size) {
-            let (path, key) = (self.path.clone(), name.to_string());
-            return Err(Error::Range { path, key, start: byte_start, len, size });
-        }
-        let written = self.file.write_all_at(bytes, position + byte_start);
-        written.map_err(Error::io(&self.temporary, "write to"))
+        let position = self.layout.position(&self.path, name, byte_start, bytes.len())?;
+        self.file.write_all_at(bytes, position).map_err(Error::io(&self.temporary, "write to"))
     }
 
-    /// Makes what this writer wrote outlast a crash.
-    pub fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(Error::io(&self.temporary, "sync"))
-    }
-
-    /// Gives the file its name. Everything must have been written; only one of several writers does this.
+    /// Gives the file its name. Everything must have been written.
     pub fn finish(self) -> Result<()> {
-        self.sync()?;
+        self.file.sync_all().map_err(Error::io(&self.temporary, "sync"))?;
         std::fs::rename(&self.temporary, &self.path).map_err(Error::io(&self.path, "rename into"))?;
-        sync_parent(&self.path)
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        Disk.sync_dir(parent).map_err(Error::io(parent, "sync"))
     }
-}
-
-/// The final and the temporary name.
-fn names(path: &Path) -> Result<(PathBuf, PathBuf)> {
-    let Some(name) = path.file_name() else {
-        return Err(Error::format(path, "not the name of a file"));
-    };
-    let mut temporary = std::ffi::OsString::from(".");
-    temporary.push(name);
-    temporary.push(".partial");
-    Ok((path.to_path_buf(), path.with_file_name(temporary)))
-}
-
-/// A rename lasts once its folder is synced.
-fn sync_parent(path: &Path) -> Result<()> {
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder = std::fs::File::open(parent).map_err(Error::io(parent, "open"))?;
-    folder.sync_all().map_err(Error::io(parent, "sync"))
-}
-
-/// Writes a small file under a temporary name and renames it.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let (path, temporary) = names(path)?;
-    let file = std::fs::File::create(&temporary).map_err(Error::io(&temporary, "create"))?;
-    file.write_all_at(bytes, 0).map_err(Error::io(&temporary, "write to"))?;
-    file.sync_all().map_err(Error::io(&temporary, "sync"))?;
-    std::fs::rename(&temporary, &path).map_err(Error::io(&path, "rename into"))?;
-    sync_parent(&path)
 }

@@ -23,6 +23,7 @@ use crate::call::{Call, HEADER, Header, Job};
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
 use crate::store::{Exchange, Store};
+use crate::ticket::Who;
 use crate::{Error, Group, Result};
 use pieces::Pieces;
 use std::os::fd::AsRawFd;
@@ -89,13 +90,8 @@ fn join_in(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    if rank >= size {
-        let what = format!("there is no rank {rank} in a group of {size}");
-        return Err(Error::Argument { op: "shm::join", what });
-    }
     let system = |what: String| Error::System { rank, group: name.to_string(), what };
-    let exchange = Exchange::new(store.clone(), &format!("shm {scope}"), rank, size, timeout);
-    exchange.claim()?;
+    let exchange = Exchange::join("shm", store.clone(), scope, rank, size, timeout)?;
     let start = Layout { size }.bytes();
     // Each says who and where it is; rank 0 also which of its descriptors is the memory.
     let (created, file) = match rank {
@@ -366,13 +362,7 @@ impl Shm {
     }
 
     fn compare_one(&self, job: &Job, peer: usize, bytes: &[u8; HEADER]) -> Result<Header> {
-        let header = Header::decode(bytes);
-        if let Some(header) = header.as_ref().filter(|header| header.call == job.call) {
-            return Ok(header.clone());
-        }
-        let theirs = header.map_or("something unknown".to_string(), |header| header.issued());
-        let (group, rank) = (self.name.clone(), self.rank);
-        Err(self.fail(Error::Mismatch { group, rank, mine: job.issued(), peer, theirs }))
+        job.compare(bytes, &self.name, self.rank, peer).map_err(|error| self.fail(error))
     }
 
     /// Writes into the ring to `to`, waiting for room.
@@ -422,20 +412,8 @@ impl Shm {
 }
 
 impl Engine for Shm {
-    fn kind(&self) -> &'static str {
-        "shm"
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
+    fn who(&self) -> Who<'_> {
+        Who { kind: "shm", name: &self.name, rank: self.rank, size: self.size }
     }
 
     fn run(&self, job: &Job) -> Result<Vec<Vec<u8>>> {

@@ -1,4 +1,5 @@
-use super::Store;
+use super::{Store, Waited};
+use crate::error::Place;
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,13 +24,31 @@ impl Exchange {
         Exchange { store, group: group.to_string(), scope, rank, size, timeout, issued: AtomicU64::new(0) }
     }
 
+    /// That of a group of this kind that this rank joins, whose place nobody else has taken.
+    pub(crate) fn join(
+        kind: &str,
+        store: Arc<Store>,
+        scope: &str,
+        rank: usize,
+        size: usize,
+        timeout: Duration,
+    ) -> Result<Self> {
+        if rank >= size {
+            let what = format!("{kind} {scope}: there is no rank {rank} in a group of {size}");
+            return Err(Error::Argument { op: "join", what });
+        }
+        let exchange = Exchange::new(store, &format!("{kind} {scope}"), rank, size, timeout);
+        exchange.claim()?;
+        Ok(exchange)
+    }
+
     /// Where its keys are: a name that no other group of this store has or had.
     pub(crate) fn scope(&self) -> &str {
         &self.scope
     }
 
     /// Fails where this rank of this group was taken already: two processes were started as the same one.
-    pub fn claim(&self) -> Result<()> {
+    fn claim(&self) -> Result<()> {
         if self.store.add(&format!("{}/rank {}", self.scope, self.rank), 1)? == 1 {
             return Ok(());
         }
@@ -44,8 +63,13 @@ impl Exchange {
         self.store.set(&self.key(number, self.rank), bytes)?;
         let keys: Vec<String> = (0..self.size).map(|rank| self.key(number, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
-        if !self.store.wait_or_not(&names, self.timeout)? {
-            return Err(self.timed_out(&names, what, started)?);
+        match self.store.wait_until(&names, self.timeout)? {
+            Waited::Done => {}
+            Waited::TimedOut => return Err(self.timed_out(&names, what, started)?),
+            Waited::Failed(failure) => {
+                let place = Place { rank: self.rank, group: &self.group, op: "exchange", what, started };
+                return Err(Error::of_failure(&failure, &place));
+            }
         }
         let all = names.iter().map(|key| self.store.get_now(key)).collect::<Result<_>>()?;
         // Who has come to this exchange has read the one before it.

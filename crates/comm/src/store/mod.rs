@@ -8,11 +8,12 @@ mod wire;
 pub use exchange::Exchange;
 pub use server::Server;
 
-use crate::{Error, Result, secret};
+use crate::{Error, Result, secret, socket};
 use std::collections::HashMap;
 use std::io::{self, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use wire::Message;
 
@@ -24,6 +25,10 @@ pub const WITH_SECRET: &str = "secret";
 
 /// Sockets take no timeout of zero.
 const SHORTEST: Duration = Duration::from_millis(1);
+/// How often one who waits looks whether the world has failed meanwhile.
+pub(crate) const LOOK: Duration = Duration::from_millis(300);
+/// Why the world has failed: the first rank that ended before its time, or gave up.
+const FAILURE: &str = "failure";
 
 /// A connection to a store. Calls from several threads take turns, also while one of them waits for a key.
 #[derive(Debug)]
@@ -41,6 +46,22 @@ pub struct Store {
     server: Option<Server>,
     /// Shown to the server, which is ours and demands it.
     secret: Option<Vec<u8>>,
+    /// Whether the server is ours, and so carries out wills.
+    ours: bool,
+    /// Whether who waits looks for the failure of the world.
+    watches: AtomicBool,
+    /// The failure, once this process knows of it.
+    failed: OnceLock<String>,
+}
+
+/// How a wait ended.
+#[derive(Debug)]
+pub(crate) enum Waited {
+    /// All keys are there.
+    Done,
+    TimedOut,
+    /// The world has failed, for the reason that [`Error::of_failure`] understands.
+    Failed(String),
 }
 
 #[derive(Debug)]
@@ -66,6 +87,7 @@ pub fn join(rank: usize, world: usize, address: &str, timeout: Duration) -> Resu
     let mut store = Store::connect_with(address, timeout, secret)?;
     store.server = server;
     store.world = world;
+    store.ours = !agent_serves || !variable(MARKER).is_empty();
     // The agent's store outlives a restart of the workers; keys of the attempt before must not be found.
     store.prefix = format!("shardloom/{}/", variable("TORCHELASTIC_RESTART_COUNT"));
     Ok(store)
@@ -147,7 +169,69 @@ impl Store {
             world: 1,
             server: None,
             secret,
+            ours: false,
+            watches: AtomicBool::new(false),
+            failed: OnceLock::new(),
         }
+    }
+
+    /// From now on this connection stands for a rank of the world: should it end before [`Store::finish`], everyone
+    /// who waits at the store hears within a second that the rank has ended. (A launcher of others, whose store
+    /// does not know how, ends the ranks itself.) And who waits here hears of the others.
+    pub fn stand_for(&self, rank: usize) -> Result<()> {
+        if self.ours {
+            let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+            let who = format!("rank {rank} of the job (process {} on {})", std::process::id(), host.trim());
+            self.will(&self.key(FAILURE), &Error::ended(&who))?;
+        }
+        self.watches.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn will(&self, key: &str, value: &str) -> Result<()> {
+        let message = Message::new(wire::WILL).bytes(key.as_bytes()).bytes(value.as_bytes());
+        self.request("leave a will at", key, &message, |_| Ok(()))
+    }
+
+    /// Tells every rank of the world why this one gives up. The first to say so, or to end, is believed.
+    pub(crate) fn report(&self, failure: &str) -> Result<()> {
+        self.note(failure);
+        let message = Message::new(wire::COMPARE_SET).bytes(self.key(FAILURE).as_bytes());
+        let message = message.bytes(b"").bytes(failure.as_bytes());
+        self.request("report to", FAILURE, &message, wire::read_bytes).map(|_| ())
+    }
+
+    /// Lets those of this process know of a failure.
+    pub(crate) fn note(&self, failure: &str) {
+        let _ = self.failed.set(failure.to_string());
+    }
+
+    /// The failure of the world, as far as this process knows without asking.
+    pub(crate) fn known_failure(&self) -> Option<&str> {
+        self.failed.get().map(String::as_str)
+    }
+
+    /// The failure of the world, if there is one.
+    pub(crate) fn failure(&self) -> Result<Option<String>> {
+        if self.failed.get().is_none() && self.check(&[FAILURE])? {
+            let text = String::from_utf8_lossy(&self.get_now(FAILURE)?).into_owned();
+            let _ = self.failed.set(text);
+        }
+        Ok(self.failed.get().cloned())
+    }
+
+    /// The same, for one who waits elsewhere; none where this connection watches nobody.
+    pub(crate) fn watched_failure(&self) -> Result<Option<String>> {
+        if self.watches.load(Ordering::Relaxed) { self.failure() } else { Ok(None) }
+    }
+
+    /// Whether nothing listens at the store's address any more. A server that is merely slow still does.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        let refuses = |address| {
+            let tried = TcpStream::connect_timeout(&address, Duration::from_secs(1));
+            tried.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
+        };
+        self.address.to_socket_addrs().is_ok_and(|mut addresses| addresses.all(refuses))
     }
 
     /// A second connection to the same keys, for one who must not wait behind others.
@@ -220,8 +304,39 @@ impl Store {
         Err(Error::Store { address: self.address.clone(), what })
     }
 
-    /// Whether all keys exist by the end of `timeout`.
+    /// Whether all keys exist by the end of `timeout`; an error where the world has failed.
     pub(crate) fn wait_or_not(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let started = Instant::now();
+        match self.wait_until(keys, timeout)? {
+            Waited::Done => Ok(true),
+            Waited::TimedOut => Ok(false),
+            Waited::Failed(failure) => {
+                let (seconds, failure) = (started.elapsed().as_secs_f64(), Error::tell_failure(&failure));
+                let what = format!("waited {seconds:.1} s for {}: {failure}", keys.join(", "));
+                Err(Error::Store { address: self.address.clone(), what })
+            }
+        }
+    }
+
+    /// Waits until all keys exist, the time is over or the world has failed.
+    pub(crate) fn wait_until(&self, keys: &[&str], timeout: Duration) -> Result<Waited> {
+        let started = Instant::now();
+        loop {
+            let watches = self.watches.load(Ordering::Relaxed);
+            let left = timeout.saturating_sub(started.elapsed());
+            if self.wait_once(keys, if watches { left.min(LOOK) } else { left })? {
+                return Ok(Waited::Done);
+            }
+            if let Some(failure) = self.watched_failure()? {
+                return Ok(Waited::Failed(failure));
+            }
+            if started.elapsed() >= timeout {
+                return Ok(Waited::TimedOut);
+            }
+        }
+    }
+
+    fn wait_once(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         let message = Message::new(wire::WAIT).keys(&self.keys(keys));
         let patience = self.timeout;
         let answer = |stream: &mut TcpStream| {
@@ -251,6 +366,9 @@ impl Store {
     /// Says goodbye. Where this process serves the store, waits until everyone has, or `timeout` has passed:
     /// after this the store may be dropped without taking it from under somebody.
     pub fn finish(&self, timeout: Duration) -> Result<()> {
+        if self.ours {
+            self.will("", "")?;
+        }
         let gone = self.add("goodbye", 1)?;
         if gone >= self.world as i64 {
             self.set("everyone is gone", b"1")?;
@@ -318,8 +436,9 @@ fn unexpected(answer: u8) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("an answer that is not the protocol's: {answer}"))
 }
 
+/// Whether an answer has not come in time. (A server whose machine is gone times out in another way.)
 fn is_timeout(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+    error.kind() == io::ErrorKind::WouldBlock
 }
 
 /// One attempt of at most `timeout` per address: connects, greets, and sees that it is a store that answers.
@@ -336,6 +455,7 @@ fn dial(
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(timeout))?;
             stream.set_write_timeout(Some(patience))?;
+            socket::keep_alive(&stream)?;
             Message::new(wire::VALIDATE).u32(wire::MAGIC).send(&mut stream)?;
             if let Some(secret) = secret {
                 show(&mut stream, secret)?;

@@ -4,7 +4,7 @@
 //! cancellation or the end; whoever sets the last missing key answers the waiting connection.
 
 use super::wire::{self, Message};
-use crate::{Error, Result, secret};
+use crate::{Error, Result, secret, socket};
 use std::collections::HashMap;
 use std::io::{self, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -35,6 +35,8 @@ struct Connection {
     stream: TcpStream,
     /// Keys it waits for.
     waits_for: Option<Vec<Vec<u8>>>,
+    /// A key and a value to be set when it ends.
+    will: Option<(Vec<u8>, Vec<u8>)>,
 }
 
 fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
@@ -108,9 +110,7 @@ fn accept(listener: &TcpListener, table: &Arc<Mutex<Table>>, secret: Option<Arc<
         // Without a thread for it the connection is closed, and the peer tries again.
         let _ = std::thread::Builder::new().name("store connection".into()).spawn(move || {
             let _ = serve(id, stream, &shared, secret.as_deref().map(Vec::as_slice));
-            if let Some(connection) = lock(&shared).connections.remove(&id) {
-                let _ = connection.stream.shutdown(std::net::Shutdown::Both);
-            }
+            lock(&shared).leave(id);
         });
     }
 }
@@ -121,6 +121,8 @@ fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>, secret: Option<&[u8]>
     stream.set_read_timeout(Some(GREETING))?;
     // A peer that does not read its answers must not hold up the others.
     stream.set_write_timeout(Some(GREETING))?;
+    // One whose machine is gone says nothing, not even goodbye.
+    socket::keep_alive(&stream)?;
     let mut from = BufReader::new(stream.try_clone()?);
     if wire::read_u8(&mut from)? != wire::VALIDATE || wire::read_u32(&mut from)? != wire::MAGIC {
         return Ok(());
@@ -136,7 +138,7 @@ fn serve(id: u64, stream: TcpStream, table: &Mutex<Table>, secret: Option<&[u8]>
         if table.ending {
             return Ok(());
         }
-        table.connections.insert(id, Connection { stream: stream.try_clone()?, waits_for: None });
+        table.connections.insert(id, Connection { stream: stream.try_clone()?, waits_for: None, will: None });
     }
     let mut to = stream;
     loop {
@@ -236,6 +238,13 @@ fn answer(
             nothing
         }
         wire::PING => nothing.u32(wire::read_u32(from)?),
+        wire::WILL => {
+            let (key, value) = (wire::read_bytes(from)?, wire::read_bytes(from)?);
+            if let Some(connection) = lock(table).connections.get_mut(&id) {
+                connection.will = Some((key, value)).filter(|(key, _)| !key.is_empty());
+            }
+            nothing
+        }
         _ => return Ok(None),
     };
     Ok(Some(answer))
@@ -244,6 +253,18 @@ fn answer(
 impl Table {
     fn has_all(&self, keys: &[Vec<u8>]) -> bool {
         keys.iter().all(|key| self.values.contains_key(key))
+    }
+
+    /// Carries out what a connection that has ended wanted. The first to end is believed.
+    fn leave(&mut self, id: u64) {
+        let Some(connection) = self.connections.remove(&id) else { return };
+        let _ = connection.stream.shutdown(std::net::Shutdown::Both);
+        if let Some((key, value)) = connection.will
+            && !self.ending
+            && !self.values.contains_key(&key)
+        {
+            self.set(key, value);
+        }
     }
 
     /// Sets, and answers every connection that waited for just this.

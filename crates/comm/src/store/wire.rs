@@ -23,6 +23,8 @@ pub const CANCEL_WAIT: u8 = 12;
 pub const PING: u8 = 13;
 /// Ours alone, and only where the job has a secret: a nonce; nonce; proof; proof.
 pub const SECRET: u8 = 0x53;
+/// Ours alone: a key and a value that the server sets should this connection end; an empty key takes it back.
+pub const WILL: u8 = 0x57;
 
 /// Answers to CHECK.
 pub const READY: u8 = 0;

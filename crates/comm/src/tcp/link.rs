@@ -57,7 +57,7 @@ impl Link {
     pub fn new(socket: TcpStream, memory: Option<Mapping>, first: bool) -> io::Result<Self> {
         socket.set_nodelay(true)?;
         socket.set_nonblocking(true)?;
-        keep_alive(&socket)?;
+        crate::socket::keep_alive(&socket)?;
         let (out, into) = if first { (0, ONE_WAY) } else { (ONE_WAY, 0) };
         Ok(Link { socket, near: memory.map(|memory| Near { memory, out, into }), gone: None })
     }
@@ -184,25 +184,6 @@ impl Link {
         };
         code == 0 && info.tcpi_retransmits.max(info.tcpi_probes) >= MAX_UNANSWERED
     }
-}
-
-/// Has the kernel ask now and then whether the peer's machine is there, also when nothing is said.
-fn keep_alive(socket: &TcpStream) -> io::Result<()> {
-    let options = [
-        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 2),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 1),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 5),
-    ];
-    for (level, name, value) in options {
-        let value: libc::c_int = value;
-        let (from, len) = ((&raw const value).cast(), size_of::<libc::c_int>() as libc::socklen_t);
-        // SAFETY: the value is an int that outlives the call.
-        if unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, from, len) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(())
 }
 
 /// Sleeps until one of the descriptors has one of its events, or about `time`; which ones have.

@@ -4,7 +4,7 @@
 use super::link::{self, Link};
 use crate::secret::{self, PROOF};
 use crate::shm::system::{self, Mapping};
-use crate::store::{Exchange, Store};
+use crate::store::{self, Exchange, Store};
 use crate::{Error, Result};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -76,7 +76,8 @@ pub fn meet(
         })?;
         links[peer] = Some(link);
     }
-    party.await_dials(&listener, &peers, &mut links, started).map_err(system)?;
+    let failure = || store.watched_failure().ok().flatten();
+    party.await_dials(&listener, &peers, &mut links, started, failure).map_err(system)?;
     Ok(links)
 }
 
@@ -123,15 +124,24 @@ impl Party {
         peers: &[(SocketAddr, bool)],
         links: &mut [Option<Link>],
         started: Instant,
+        failure: impl Fn() -> Option<String>,
     ) -> std::result::Result<(), String> {
         let near: Vec<bool> = peers.iter().map(|&(_, near)| near).collect();
         let (sender, arrivals): (Sender<(usize, Link)>, Receiver<_>) = channel();
         listener.set_nonblocking(true).map_err(|e| e.to_string())?;
+        let mut looked = started;
         while links.iter().enumerate().any(|(peer, link)| peer > self.rank && link.is_none()) {
+            let seconds = started.elapsed().as_secs_f64();
+            if looked.elapsed() > store::LOOK {
+                looked = Instant::now();
+                if let Some(failure) = failure() {
+                    let failure = Error::tell_failure(&failure);
+                    return Err(format!("waiting for connections, after {seconds:.1} s: {failure}"));
+                }
+            }
             if started.elapsed() > self.timeout {
                 let missing = (self.rank + 1..links.len()).filter(|&peer| links[peer].is_none());
                 let missing = crate::error::list_ranks(missing);
-                let seconds = started.elapsed().as_secs_f64();
                 return Err(format!("{missing} did not connect in {seconds:.1} s"));
             }
             link::poll(&[(listener.as_raw_fd(), libc::POLLIN)], Duration::from_millis(5));

@@ -21,6 +21,7 @@ use crate::copy::copy;
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
 use crate::store::{Exchange, Store};
+use crate::ticket::Who;
 use crate::{Error, Group, Reduction, Result, reduce};
 use device::Dtype;
 use link::Link;
@@ -59,12 +60,7 @@ fn join_in(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    if rank >= size {
-        let what = format!("there is no rank {rank} in a group of {size}");
-        return Err(Error::Argument { op: "tcp::join", what });
-    }
-    let exchange = Exchange::new(store.clone(), &format!("tcp {scope}"), rank, size, timeout);
-    exchange.claim()?;
+    let exchange = Exchange::join("tcp", store.clone(), scope, rank, size, timeout)?;
     let links = meet::meet(&store, scope, rank, size, &exchange, timeout)?;
     // A connection of its own: while others wait in the shared one, failures must get through.
     let news = store.another(Duration::from_secs(2))?;
@@ -181,7 +177,8 @@ impl Tcp {
                     Err(why) => return Err(self.lost(job, peer, why, started)),
                 }
                 if with_header && !progress.compared && progress.into_at.0 > 0 {
-                    headers[peer] = self.compare(job, peer, &progress.header)?;
+                    let compared = job.compare(&progress.header[..], &self.name, self.rank, peer);
+                    headers[peer] = compared.map_err(|error| self.fail(error))?;
                     progress.compared = true;
                 }
             }
@@ -265,16 +262,6 @@ impl Tcp {
         let closed = link::poll(&ends, Duration::ZERO).contains(&true);
         // One that only left said nothing.
         if closed { self.told(Duration::ZERO) } else { None }
-    }
-
-    fn compare(&self, job: &Job, peer: usize, bytes: &[u8; HEADER]) -> Result<Header> {
-        let header = Header::decode(bytes);
-        if let Some(header) = header.as_ref().filter(|header| header.call == job.call) {
-            return Ok(header.clone());
-        }
-        let theirs = header.map_or("something unknown".to_string(), |header| header.issued());
-        let (group, rank) = (self.name.clone(), self.rank);
-        Err(self.fail(Error::Mismatch { group, rank, mine: job.issued(), peer, theirs }))
     }
 
     fn carry_out(&self, links: &mut [Option<Link>], job: &Job) -> Result<Vec<Vec<u8>>> {
@@ -526,20 +513,8 @@ impl Run<'_> {
 }
 
 impl Engine for Tcp {
-    fn kind(&self) -> &'static str {
-        "tcp"
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.size
+    fn who(&self) -> Who<'_> {
+        Who { kind: "tcp", name: &self.name, rank: self.rank, size: self.size }
     }
 
     fn run(&self, job: &Job) -> Result<Vec<Vec<u8>>> {

@@ -192,6 +192,12 @@ fn assert_sums<T: Sample>(rank: &Rank, got: &[T], want: &[T], what: &str) {
     assert_eq!((got.len(), differing), (want.len(), None), "{what}");
 }
 
+/// Numbers of ranks to try: these, or with `SHARDLOOM_MATRIX=all` every one that a backend must do.
+pub fn ranks(few: &[usize]) -> Vec<usize> {
+    let all = std::env::var("SHARDLOOM_MATRIX").is_ok_and(|matrix| matrix == "all");
+    if all { vec![1, 2, 3, 4, 5, 8] } else { few.to_vec() }
+}
+
 pub fn all(rank: &Rank) {
     for len in [0, 1, 2, 63, 257, 4099] {
         collectives::<f32>(rank, len);

@@ -184,16 +184,17 @@ pub fn reciprocal(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
     })
 }
 
-pub fn clip_scale(stream: &Stream, sum_squares: &Buffer, max_norm: f32, out: &Buffer) -> Result<()> {
-    check::buffer("clip_scale", "sum_squares", sum_squares, Dtype::F32, 1)?;
-    check::buffer("clip_scale", "out", out, Dtype::F32, 2)?;
-    check::stream("clip_scale", stream)?.run(|| {
-        let mut norm = [0.0];
-        load_from(sum_squares, 0, &mut norm)?;
-        let norm = norm[0].sqrt();
-        let clip = max_norm / (norm + 1e-6);
-        // Written so that a NaN stays one, as PyTorch's clamp leaves it.
-        let clip = if max_norm == 0.0 || clip > 1.0 { 1.0 } else { clip };
-        store_to(out, 0, &[norm, clip])
+pub fn multiply(stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+    check::buffer("multiply", "src", src, Dtype::F32, 0)?;
+    check::buffer("multiply", "dst", dst, Dtype::F32, 0)?;
+    check::same_len("multiply", src, dst)?;
+    check::stream("multiply", stream)?.run(|| {
+        let (mut a, mut b) = ([0.0], [0.0]);
+        for i in 0..src.len() {
+            load_from(src, i, &mut a)?;
+            load_from(dst, i, &mut b)?;
+            store_to(dst, i, &[a[0] * b[0]])?;
+        }
+        Ok(())
     })
 }

@@ -50,6 +50,7 @@ impl Region {
             what: what.into(),
             bytes,
             held: counters.memory_use().current_bytes,
+            free: None,
             hint: String::new(),
         };
         let align = if bytes >= HUGE { HUGE } else { ALIGN };

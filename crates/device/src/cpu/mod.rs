@@ -30,8 +30,8 @@ pub use stream::{Event, Stream};
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
     CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
-    SumLoss, Swiglu, SwigluGrad,
+    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
+    Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use memory::{Counters, Region};
 use std::sync::Arc;
@@ -131,6 +131,7 @@ impl Kernels for Cpu {
         swiglu::swiglu_grad(SwigluGrad<'_>),
         loss::cross_entropy(CrossEntropy<'_>),
         optim::adamw(AdamW<'_>),
+        optim::judge(Judge<'_>),
     );
 
     fn fill(&self, stream: &crate::Stream, dst: &Buffer, value: f32) -> Result<()> {
@@ -175,14 +176,8 @@ impl Kernels for Cpu {
         elementwise::reciprocal(stream, src, dst)
     }
 
-    fn clip_scale(
-        &self,
-        stream: &crate::Stream,
-        sum_squares: &Buffer,
-        max_norm: f32,
-        out: &Buffer,
-    ) -> Result<()> {
-        elementwise::clip_scale(stream, sum_squares, max_norm, out)
+    fn multiply(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        elementwise::multiply(stream, src, dst)
     }
 }
 
@@ -263,17 +258,12 @@ mod tests {
         device.sum_squares(&stream, &x, &one, &scratch, true).unwrap();
         let (p, m, v) = (input(rows * cols, 3), input(rows * cols, 5), f32s(rows * cols));
         device.fill(&stream, &v, 0.01).unwrap();
-        let scalars = AdamWScalars {
-            keep: 0.999,
-            one_minus_beta1: 0.1,
-            beta2: 0.95,
-            one_minus_beta2: 0.05,
-            bias2_sqrt: 0.3,
-            eps: 1e-8,
-            step_size: -0.01,
-        };
-        let args =
-            AdamW { master: &p, moment1: &m, moment2: &v, grad: &y, clip: &one, compute: None, scalars };
+        let scalars =
+            AdamWScalars { keep: 0.999, one_minus_beta1: 0.1, beta2: 0.95, one_minus_beta2: 0.05, eps: 1e-8 };
+        let verdict = f32s(crate::VERDICT);
+        device.write_slice(&stream, &[1.0f32, 1.0, 1.0, 0.3, -0.01], &verdict).unwrap();
+        let (master, moment1, moment2, grad) = (&p, &m, &v, &y);
+        let args = AdamW { master, moment1, moment2, grad, verdict: &verdict, compute: None, scalars };
         device.adamw(&stream, &args).unwrap();
         let args = CrossEntropy {
             logits: &y,

@@ -12,8 +12,8 @@ use super::stream::Stream;
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
     CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role, Rope,
-    SumLoss, Swiglu, SwigluGrad,
+    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -51,6 +51,7 @@ impl Cuda {
         context.enter()?;
         let profile = Profile::Cuda { deterministic: sums == Sums::Ordered };
         let workspace = DeviceMemory::new(&context, profile.workspace_bytes(), "the workspace of cuBLASLt")?;
+        library::load_cudnn();
         let query_sum = if sums == Sums::Ordered { QuerySum::Ordered } else { QuerySum::Atomic };
         Ok(Cuda {
             cudnn: Cudnn::load().ok().map(|cudnn| cudnn.with_query_sum(query_sum)),
@@ -84,6 +85,10 @@ impl Cuda {
     /// Whether attention may run on the tensor cores by our own kernels.
     pub(super) fn has_flash(&self) -> bool {
         self.attention != AttentionKernels::Plain
+    }
+
+    pub(super) fn products(&self) -> &MatrixProducts {
+        &self.products
     }
 
     /// Makes the GPU's primary context the calling thread's, as libraries that issue work themselves expect.
@@ -214,6 +219,25 @@ impl Device for Cuda {
         }
         stream.synchronize()
     }
+
+    /// With sums in a fixed order nothing depends on the clock: the library's first suggestion is taken.
+    fn choose(
+        &self,
+        stream: &crate::Stream,
+        products: &[ProductShape],
+        room: &Arc<dyn Memory>,
+    ) -> Result<String> {
+        match self.profile {
+            Profile::Cuda { deterministic: false } if Stream::can_time() => {
+                self.choose_products(self.stream_of("choose", stream)?, products, room)
+            }
+            _ => Ok(String::new()),
+        }
+    }
+
+    fn adopt(&self, choices: &str) {
+        self.adopt_products(choices);
+    }
 }
 
 macro_rules! delegate {
@@ -249,6 +273,7 @@ impl Kernels for Cuda {
         swiglu_grad(SwigluGrad<'_>),
         cross_entropy(CrossEntropy<'_>),
         adamw(AdamW<'_>),
+        judge(Judge<'_>),
     );
 
     fn gemm(&self, stream: &crate::Stream, args: &Gemm<'_>) -> Result<()> {
@@ -297,14 +322,8 @@ impl Kernels for Cuda {
         self.reciprocal(self.stream_of("reciprocal", stream)?, src, dst)
     }
 
-    fn clip_scale(
-        &self,
-        stream: &crate::Stream,
-        sum_squares: &Buffer,
-        max_norm: f32,
-        out: &Buffer,
-    ) -> Result<()> {
-        self.clip_scale(self.stream_of("clip_scale", stream)?, sum_squares, max_norm, out)
+    fn multiply(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.multiply(self.stream_of("multiply", stream)?, src, dst)
     }
 }
 

@@ -1,12 +1,13 @@
 //! The primary context of one GPU, and memory in it.
 
 use super::library;
+use crate::error::size;
 use crate::{Error, Memory, Result};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Turns a driver's answer into a `Result` that names the call.
 pub(super) fn check(call: &'static str, answer: CUresult) -> Result<()> {
@@ -42,6 +43,8 @@ pub(super) struct Context {
     total_bytes: usize,
     current_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
+    /// Why results on this GPU are worth nothing, once they are.
+    pub void: OnceLock<String>,
 }
 
 // SAFETY: a context may be made current on any thread, by any number of threads at once.
@@ -90,6 +93,7 @@ impl Context {
             total_bytes,
             current_bytes: AtomicUsize::new(0),
             peak_bytes: AtomicUsize::new(0),
+            void: OnceLock::new(),
         }))
     }
 
@@ -180,13 +184,21 @@ impl DeviceMemory {
     }
 }
 
+/// What a context and its libraries take beside what we count; beyond that, others hold the memory.
+const OWN_BYTES: usize = 2 << 30;
+
 fn no_room(context: &Context, bytes: usize, what: &str) -> Error {
-    let hint = match context.memory_info() {
-        Ok((free, total)) => format!("; {free} of the device's {total} bytes are free"),
-        Err(_) => String::new(),
-    };
-    let device = format!("cuda:{}", context.ordinal);
-    Error::OutOfMemory { device, what: what.to_string(), bytes, held: context.held().0, hint }
+    let (held, info) = (context.held().0, context.memory_info().ok());
+    let mut hint = String::new();
+    if let Some((free, total)) = info {
+        hint = format!("; {} of the GPU's {} are free", size(free), size(total));
+        let others = total.saturating_sub(free + held);
+        if others > OWN_BYTES {
+            hint += &format!(", and other processes hold about {} (nvidia-smi shows them)", size(others));
+        }
+    }
+    let (device, free) = (format!("cuda:{}", context.ordinal), info.map(|(free, _)| free));
+    Error::OutOfMemory { device, what: what.to_string(), bytes, held, free, hint }
 }
 
 impl Memory for DeviceMemory {

@@ -5,7 +5,10 @@ use super::driver::check;
 use super::module::{Launch, args};
 use super::nvrtc::{ADAMW, ELEMENTWISE, POINTWISE, REDUCE};
 use super::stream::Stream;
-use crate::{Activation, ActivationGrad, AdamW, Buffer, Dropout, Dtype, Error, Function, Result};
+use crate::{
+    Activation, ActivationGrad, AdamW, Buffer, Dropout, Dtype, Error, Function, Judge, Result, SCALER,
+    Scaling, VERDICT,
+};
 use cudarc::driver::sys;
 
 const BLOCK: usize = 256;
@@ -149,16 +152,38 @@ impl Cuda {
         self.launch(stream, &ELEMENTWISE, "reciprocal", self.flat(n, false), args![src, dst, n])
     }
 
-    pub(super) fn clip_scale(
-        &self,
-        stream: &Stream,
-        squares: &Buffer,
-        max_norm: f32,
-        out: &Buffer,
-    ) -> Result<()> {
-        expect("clip_scale", "sum_squares", squares, Dtype::F32, 1)?;
-        expect("clip_scale", "out", out, Dtype::F32, 2)?;
-        self.launch(stream, &ELEMENTWISE, "clip_scale", Launch::new(1, 1), args![squares, max_norm, out])
+    pub(super) fn multiply(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        expect("multiply", "src", src, Dtype::F32, 0)?;
+        expect("multiply", "dst", dst, Dtype::F32, 0)?;
+        expect_equal_len("multiply", src, dst)?;
+        let n = src.len();
+        if n == 0 {
+            return Ok(());
+        }
+        self.launch(stream, &ELEMENTWISE, "multiply", self.flat(n, false), args![src, dst, n])
+    }
+
+    pub(super) fn judge(&self, stream: &Stream, a: &Judge<'_>) -> Result<()> {
+        expect("judge", "sum_squares", a.sum_squares, Dtype::F32, 1)?;
+        expect("judge", "scaler", a.scaler, Dtype::F32, SCALER)?;
+        expect("judge", "verdict", a.verdict, Dtype::F32, VERDICT)?;
+        let Scaling { growth, backoff, interval } =
+            a.scaling.unwrap_or(Scaling { growth: 1.0, backoff: 1.0, interval: 0 });
+        let values = args![
+            a.sum_squares,
+            a.scaler,
+            a.verdict,
+            a.max_norm,
+            a.step as usize,
+            a.betas[0],
+            a.betas[1],
+            a.lr,
+            a.scaling.is_some(),
+            growth,
+            backoff,
+            interval as usize,
+        ];
+        self.launch(stream, &ADAMW, "judge", Launch::new(1, 32), values)
     }
 
     pub(super) fn adamw(&self, stream: &Stream, a: &AdamW<'_>) -> Result<()> {
@@ -169,7 +194,7 @@ impl Cuda {
             float("adamw", buffer)?;
             expect_equal_len("adamw", a.master, buffer)?;
         }
-        expect("adamw", "clip", a.clip, Dtype::F32, 1)?;
+        expect("adamw", "verdict", a.verdict, Dtype::F32, VERDICT)?;
         if n == 0 {
             return Ok(());
         }
@@ -184,16 +209,14 @@ impl Cuda {
             code(a.moment2.dtype()),
             a.grad,
             code(a.grad.dtype()),
-            a.clip,
+            a.verdict,
             a.compute,
             compute_code,
             s.keep,
             s.one_minus_beta1,
             s.beta2,
             s.one_minus_beta2,
-            s.bias2_sqrt,
             s.eps,
-            s.step_size,
             n,
             vector,
         ];

@@ -2,21 +2,35 @@
 //!
 //! The library thinks in columns, we in rows. A row-major matrix read in columns is its transpose, so
 //! c = a · b becomes cᵀ = bᵀ · aᵀ: the operands change places and nothing is copied.
+//!
+//! Which of the library's algorithms computes a product is chosen by timing where somebody asked for that
+//! ([`MatrixProducts::time`], [`super::choice`]), else it is the first that the library's heuristic suggests.
 
 use super::driver::{Context, DeviceMemory, check as check_driver};
 use super::stream::Stream;
-use crate::{Dtype, Error, Gemm, Matrix, Memory, Result};
+use crate::{Dtype, Error, Gemm, Matrix, Memory, ProductShape, Result};
 use cudarc::cublaslt::sys::{self, cublasStatus_t};
 use cudarc::driver::sys as driver;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::fmt;
+use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Plans kept at most. A run has a few dozen shapes; whoever makes thousands pays for planning again.
 const MAX_PLANS: usize = 1024;
 /// Algorithms asked of the heuristic.
-const CANDIDATES: usize = 8;
+const CANDIDATES: usize = 32;
+/// What every operand of a timed product is aligned to, and what a product needs to use the result.
+const TIMED_ALIGNMENT: u32 = 16;
+/// Candidates that are timed closely, after one run of each.
+const FINALISTS: usize = 4;
+/// Rounds of close timing, and how long each finalist runs in a round: long enough for a GPU at its limit of power to
+/// slow down, since there what takes less energy takes less time.
+const ROUNDS: usize = 3;
+const ROUND_MS: f32 = 40.0;
+/// The heuristic's own suggestion stays unless another one takes less than this share of its time.
+const WORTH_CHANGING: f32 = 0.98;
 /// Splits along k are summed in f32 and rounded once (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE).
 const REDUCE_IN_F32: u32 = 2;
 
@@ -57,6 +71,21 @@ struct Key {
     accumulate: bool,
 }
 
+impl Key {
+    fn new(args: &Gemm<'_>) -> Self {
+        Key {
+            a: Operand::new(&args.a),
+            b: Operand::new(&args.b),
+            c: Operand::new(&args.c),
+            accumulate: args.beta != 0.0,
+        }
+    }
+
+    fn is_aligned(&self) -> bool {
+        [self.a, self.b, self.c].iter().all(|operand| operand.alignment >= TIMED_ALIGNMENT)
+    }
+}
+
 /// The library's handle, its workspace, and the plans made so far.
 pub(super) struct MatrixProducts {
     context: Arc<Context>,
@@ -66,6 +95,7 @@ pub(super) struct MatrixProducts {
 
 struct State {
     plans: HashMap<Key, Plan>,
+    choices: HashMap<String, Algorithm>,
     workspace: DeviceMemory,
     /// The stream that used the workspace last. Another one waits for it before using the workspace.
     last_user: Option<Stream>,
@@ -82,7 +112,8 @@ impl MatrixProducts {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the pointer is to a local and the context is current.
         check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
-        let state = State { plans: HashMap::new(), workspace, last_user: None };
+        let (plans, choices) = (HashMap::new(), HashMap::new());
+        let state = State { plans, choices, workspace, last_user: None };
         Ok(MatrixProducts { context: context.clone(), handle, state: Mutex::new(state) })
     }
 
@@ -99,24 +130,93 @@ impl MatrixProducts {
         if k == 0 {
             return if args.beta == 0.0 { zero_rows(stream, &args.c) } else { Ok(()) };
         }
-        let key = Key {
-            a: Operand::new(&args.a),
-            b: Operand::new(&args.b),
-            c: Operand::new(&args.c),
-            accumulate: args.beta != 0.0,
-        };
+        let key = Key::new(args);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.take_workspace(stream)?;
         if !state.plans.contains_key(&key) {
             if state.plans.len() >= MAX_PLANS {
                 state.plans.clear();
             }
-            let plan = Plan::new(self.handle, &key, state.workspace.bytes())
+            let mut plan = Plan::new(self.handle, &key, state.workspace.bytes())
                 .map_err(|error| Error::argument("gemm", format!("{m}×{k} · {k}×{n}, {key:?}: {error}")))?;
+            if key.is_aligned()
+                && let Some(chosen) = state.choices.get(&ProductShape::new(args).to_string())
+            {
+                plan.prefer(self.handle, chosen, state.workspace.bytes());
+            }
             state.plans.insert(key, plan);
         }
-        state.plans[&key].run(self.handle, stream, args, &state.workspace)
+        let plan = &state.plans[&key];
+        plan.run(self.handle, stream, args, &plan.algorithm, &state.workspace)
     }
+
+    /// From now on products of these shapes are computed by these algorithms, where they can be.
+    pub fn adopt(&self, choices: HashMap<String, Algorithm>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.plans.clear();
+        state.choices.extend(choices);
+    }
+
+    /// The algorithm that takes the least time for this product, whose result is computed many times over.
+    pub fn time(&self, stream: &Stream, args: &Gemm<'_>) -> Result<Algorithm> {
+        args.check()?;
+        check_dtypes(args)?;
+        self.context.enter()?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.take_workspace(stream)?;
+        let mut key = Key::new(args);
+        for operand in [&mut key.a, &mut key.b, &mut key.c] {
+            operand.alignment = operand.alignment.min(TIMED_ALIGNMENT);
+        }
+        let plan = Plan::new(self.handle, &key, state.workspace.bytes())?;
+        let time = |algorithm: &Algorithm, runs: usize| -> Option<f32> {
+            let start = stream.record_timed().ok()?;
+            for _ in 0..runs {
+                plan.run(self.handle, stream, args, algorithm, &state.workspace).ok()?;
+            }
+            start.elapsed_ms(&stream.record_timed().ok()?).ok()
+        };
+        // The first run of each loads its code.
+        let mut timed: Vec<(&Algorithm, Vec<f32>)> = plan
+            .candidates
+            .iter()
+            .filter_map(|candidate| {
+                time(candidate, 1).and(time(candidate, 1)).map(|ms| (candidate, vec![ms]))
+            })
+            .collect();
+        let Some((suggested, first_ms)) = timed.first().cloned() else { return Ok(plan.algorithm) };
+        timed.sort_by(|a, b| a.1[0].total_cmp(&b.1[0]));
+        timed.truncate(FINALISTS);
+        if !timed.iter().any(|(candidate, _)| candidate.data == suggested.data) {
+            timed.push((suggested, first_ms));
+        }
+        let runs = (ROUND_MS / timed[0].1[0].max(1e-3)).clamp(2.0, 1000.0) as usize;
+        // In turn, so that a GPU that slows down as it warms slows all of them alike.
+        timed.iter_mut().for_each(|(_, times)| times.clear());
+        for _ in 0..ROUNDS {
+            for (candidate, times) in &mut timed {
+                times.extend(time(candidate, runs).map(|ms| ms / runs as f32));
+            }
+        }
+        let median = |times: &Vec<f32>| {
+            let mut sorted = times.clone();
+            sorted.sort_by(f32::total_cmp);
+            sorted.get(sorted.len() / 2).copied().unwrap_or(f32::INFINITY)
+        };
+        let of_suggested = timed.iter().find(|(candidate, _)| candidate.data == suggested.data);
+        let limit = of_suggested.map_or(f32::INFINITY, |(_, times)| median(times) * WORTH_CHANGING);
+        let best = timed.iter().min_by(|a, b| median(&a.1).total_cmp(&median(&b.1)));
+        Ok(*best.filter(|(_, times)| median(times) < limit).map_or(suggested, |(candidate, _)| candidate))
+    }
+}
+
+/// An algorithm of the library with its settings: bytes that mean the same to every process with the same version.
+pub(super) type Algorithm = sys::cublasLtMatmulAlgo_t;
+
+/// The library's version, as in 130100.
+pub(super) fn library_version() -> usize {
+    // SAFETY: takes nothing.
+    unsafe { sys::cublasLtGetVersion() }
 }
 
 impl Drop for MatrixProducts {
@@ -281,7 +381,9 @@ struct Plan {
     a: Layout,
     b: Layout,
     c: Layout,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    algorithm: Algorithm,
+    /// The heuristic's suggestions that fit, best first.
+    candidates: Vec<Algorithm>,
 }
 
 impl Plan {
@@ -289,12 +391,40 @@ impl Plan {
         let description = Description::new(&key.b, &key.a)?;
         let (a, b, c) = (Layout::new(&key.a)?, Layout::new(&key.b)?, Layout::new(&key.c)?);
         let preference = Preference::new(key, workspace_bytes)?;
-        let candidates = candidates(handle, &description, [&b, &a, &c], &preference)?;
-        let algorithm = choose(&candidates, workspace_bytes).ok_or_else(|| Error::Driver {
+        let works = |candidate: &sys::cublasLtMatmulHeuristicResult_t| {
+            candidate.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS
+                && candidate.workspaceSize <= workspace_bytes
+        };
+        let found = candidates(handle, &description, [&b, &a, &c], &preference)?;
+        let candidates: Vec<Algorithm> =
+            found.into_iter().filter(works).map(|candidate| candidate.algo).collect();
+        let algorithm = *candidates.first().ok_or_else(|| Error::Driver {
             call: "cublasLtMatmulAlgoGetHeuristic",
             what: "the library knows no algorithm for this product".into(),
         })?;
-        Ok(Plan { description, a, b, c, algorithm })
+        Ok(Plan { description, a, b, c, algorithm, candidates })
+    }
+
+    /// Takes `chosen` instead of the heuristic's suggestion, if the library agrees that it can do this product.
+    fn prefer(&mut self, handle: sys::cublasLtHandle_t, chosen: &Algorithm, workspace_bytes: usize) {
+        let mut result = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: handle, description and layouts live; the library fills the result, which zero bytes are a value of.
+        let (answer, result) = unsafe {
+            let answer = sys::cublasLtMatmulAlgoCheck(
+                handle,
+                self.description.0,
+                self.b.0,
+                self.a.0,
+                self.c.0,
+                self.c.0,
+                chosen,
+                result.as_mut_ptr(),
+            );
+            (answer, result.assume_init())
+        };
+        if answer == cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= workspace_bytes {
+            self.algorithm = *chosen;
+        }
     }
 
     fn run(
@@ -302,6 +432,7 @@ impl Plan {
         handle: sys::cublasLtHandle_t,
         stream: &Stream,
         args: &Gemm<'_>,
+        algorithm: &Algorithm,
         workspace: &DeviceMemory,
     ) -> Result<()> {
         let (alpha, beta) = (1.0f32, args.beta);
@@ -322,7 +453,7 @@ impl Plan {
                 self.c.0,
                 address(&args.c),
                 self.c.0,
-                &self.algorithm,
+                algorithm,
                 workspace.address() as *mut c_void,
                 workspace.bytes(),
                 stream.handle() as sys::cudaStream_t,
@@ -360,16 +491,4 @@ fn candidates(
     // SAFETY: the library filled the first `count` results.
     unsafe { found.set_len((count.max(0) as usize).min(CANDIDATES)) };
     Ok(found)
-}
-
-/// The first one that works within the workspace. Choosing by time belongs here: run each a few times between
-/// two timed events, and remember the fastest.
-fn choose(
-    candidates: &[sys::cublasLtMatmulHeuristicResult_t],
-    workspace_bytes: usize,
-) -> Option<sys::cublasLtMatmulAlgo_t> {
-    let works = |candidate: &&sys::cublasLtMatmulHeuristicResult_t| {
-        candidate.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS && candidate.workspaceSize <= workspace_bytes
-    };
-    candidates.iter().find(works).map(|candidate| candidate.algo)
 }

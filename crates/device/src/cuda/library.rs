@@ -2,6 +2,7 @@
 //! before anything is called.
 
 use super::driver::check;
+use super::search::load_library;
 use crate::{Error, Result};
 use cudarc::{cublaslt::sys as lt, driver::sys, nvrtc::sys as nvrtc};
 use std::ffi::{c_int, c_void};
@@ -64,7 +65,9 @@ const NVRTC: &[&str] = &[
 const CUBLASLT: &[&str] = &[
     "cublasLtCreate",
     "cublasLtDestroy",
+    "cublasLtGetVersion",
     "cublasLtMatmul",
+    "cublasLtMatmulAlgoCheck",
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmulDescCreate",
     "cublasLtMatmulDescDestroy",
@@ -96,7 +99,7 @@ macro_rules! look_for {
     ($name:literal, $sys:ident, $symbols:expr) => {{
         // SAFETY: loading a library runs its initialisers, which is what the user's installation is for.
         if !unsafe { $sys::is_culib_present() } {
-            Err(missing($name, "the library was not found (is it on LD_LIBRARY_PATH?)"))
+            Err(missing($name, "the library was not found (on LD_LIBRARY_PATH, in CUDA_HOME, or among Python's nvidia packages)"))
         } else {
             let is_absent = |symbol: &&&str| {
                 // SAFETY: the symbol is only looked up here, not called.
@@ -122,12 +125,26 @@ pub(super) fn driver() -> Result<()> {
 
 pub(super) fn nvrtc_ready() -> Result<()> {
     static READY: OnceLock<Result<()>> = OnceLock::new();
-    READY.get_or_init(|| look_for!("NVRTC", nvrtc, NVRTC)).clone()
+    let look = || {
+        load_library(&["libnvrtc.so.13", "libnvrtc.so.12"]);
+        look_for!("NVRTC", nvrtc, NVRTC)
+    };
+    READY.get_or_init(look).clone()
 }
 
 pub(super) fn cublaslt_ready() -> Result<()> {
     static READY: OnceLock<Result<()>> = OnceLock::new();
-    READY.get_or_init(|| look_for!("cuBLASLt", lt, CUBLASLT)).clone()
+    let look = || {
+        load_library(&["libcublasLt.so.13", "libcublasLt.so.12"]);
+        look_for!("cuBLASLt", lt, CUBLASLT)
+    };
+    READY.get_or_init(look).clone()
+}
+
+/// Finds cuDNN, for whoever opens it next.
+pub(super) fn load_cudnn() {
+    static LOADED: OnceLock<bool> = OnceLock::new();
+    LOADED.get_or_init(|| load_library(&["libcudnn.so.9"]));
 }
 
 /// Whether the driver has a symbol that is not required.

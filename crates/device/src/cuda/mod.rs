@@ -8,17 +8,20 @@
 //! [`stream`], [`nvrtc`] and [`module`], and the safe kernels above them.
 
 mod attention;
+mod choice;
 pub mod cudnn;
 mod device;
 mod driver;
 mod flash;
 mod flat;
 mod gemm;
+mod inventory;
 mod library;
 mod module;
 mod norms;
 mod nvrtc;
 mod rows;
+mod search;
 mod staging;
 mod stream;
 #[cfg(test)]
@@ -26,5 +29,7 @@ mod tests;
 
 pub use attention::AttentionKernels;
 pub use device::{Cuda, Sums};
+pub use inventory::{Gpu, GpuReport, LibraryReport, gpus, libraries};
 pub use library::{device_count, present};
+pub use search::{load_library, loaded_from};
 pub use stream::{Event, Stream, TimedEvent};

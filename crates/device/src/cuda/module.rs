@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Shared memory that needs no permission.
 const FREE_SHARED_BYTES: usize = 48 << 10;
 
-/// One kernel argument, in the eight bytes it travels in. Kernels take pointers, i64 and float only.
+/// One kernel argument, in the eight bytes it travels in. Kernels take pointers, i64, float and double only.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arg {
     bits: u64,
@@ -47,6 +47,12 @@ impl From<usize> for Arg {
 impl From<bool> for Arg {
     fn from(value: bool) -> Self {
         Arg::wide(value as u64)
+    }
+}
+
+impl From<f64> for Arg {
+    fn from(value: f64) -> Self {
+        Arg::wide(value.to_bits())
     }
 }
 

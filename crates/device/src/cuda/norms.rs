@@ -3,8 +3,9 @@
 use super::device::{Cuda, aligned, expect, expect_or_f32, float};
 use super::module::{Launch, args};
 use super::nvrtc::{BIAS, HEAD_NORM, LAYER_NORM, NORM};
-use super::rows::{GROUP, MAX_GRID_Y, MAX_PARTIALS, MAX_ROWS, MAX_SHARED_BYTES, elements, span, threads};
+use super::rows::{GROUP, MAX_GRID_Y, MAX_ROWS, MAX_SHARED_BYTES, elements, span, threads};
 use super::stream::Stream;
+use crate::profile::partials;
 use crate::{Bias, BiasGrad, Buffer, Dtype, Error, HeadNorm, HeadNormGrad, LayerNorm, LayerNormGrad, Result};
 
 /// Warps of a block that norms heads.
@@ -39,7 +40,7 @@ impl Cuda {
         let dtype = float(op, a.dout)?;
         a.dout.expect_len(op, "dout", elements(op, a.rows, a.cols)?)?;
         expect_or_f32(op, "dbias", a.dbias, dtype, a.cols)?;
-        let blocks = a.rows.clamp(1, MAX_PARTIALS);
+        let blocks = partials(a.rows, a.cols);
         expect(op, "scratch", a.scratch, Dtype::F32, elements(op, blocks, a.cols)?)?;
         if a.cols == 0 {
             return Ok(());
@@ -54,8 +55,8 @@ impl Cuda {
         self.add_partials(stream, (a.scratch, blocks), a.dbias, a.cols, a.accumulate)
     }
 
-    /// dst = Σ of `count` rows of partial sums, in order.
-    fn add_partials(
+    /// dst = Σ of `count` rows of partial sums, in a fixed order.
+    pub(super) fn add_partials(
         &self,
         stream: &Stream,
         (partials, count): (&Buffer, usize),
@@ -64,7 +65,7 @@ impl Cuda {
         accumulate: bool,
     ) -> Result<()> {
         let name = format!("weight_grad_{}", dst.dtype());
-        let launch = Launch::new(cols.div_ceil(128).min(MAX_ROWS), 128);
+        let launch = Launch::new(cols.div_ceil(32).min(MAX_ROWS), 512);
         self.launch(stream, &NORM, &name, launch, args![partials, count, dst, cols, accumulate])
     }
 
@@ -97,7 +98,8 @@ impl Cuda {
         expect(op, "before", a.before, dtype, elements(op, a.tokens, cols)?)?;
         expect(op, "weight", a.weight, dtype, 2 * a.head_dim)?;
         a.dweight.map_or(Ok(()), |dweight| expect_or_f32(op, "dweight", dweight, dtype, 2 * a.head_dim))?;
-        let (blocks, sums) = (a.tokens.clamp(1, MAX_PARTIALS), 2 * a.head_dim);
+        let sums = 2 * a.head_dim;
+        let blocks = partials(a.tokens, sums);
         expect(op, "scratch", a.scratch, Dtype::F32, elements(op, blocks, sums)?)?;
         let warps = (MAX_SHARED_BYTES / (sums * 4)).min(HEAD_WARPS);
         if warps == 0 {
@@ -145,7 +147,7 @@ impl Cuda {
         for (grad, _) in a.dweight.into_iter().chain(a.dbias) {
             expect_or_f32(op, "dweight or dbias", grad, dtype, a.cols)?;
         }
-        let blocks = a.rows.clamp(1, MAX_PARTIALS);
+        let blocks = partials(a.rows, a.cols);
         let part = elements(op, blocks, a.cols)?;
         expect(op, "scratch", a.scratch, Dtype::F32, 2 * part)?;
         if a.cols == 0 {

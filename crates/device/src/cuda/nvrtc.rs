@@ -117,7 +117,7 @@ fn supported_archs() -> Result<Vec<u32>> {
     Ok(archs.into_iter().map(|arch| arch as u32).collect())
 }
 
-fn version() -> Result<(c_int, c_int)> {
+pub(super) fn version() -> Result<(c_int, c_int)> {
     library::nvrtc_ready()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the pointers are to locals.
@@ -235,8 +235,13 @@ impl Program {
     fn cache_path(&self, target: Target) -> Option<PathBuf> {
         let (major, minor) = version().ok()?;
         let key = format!("{}\n{}\n{major}.{minor}", self.source(), self.all_options(target).join(" "));
-        Some(cache_folder()?.join(format!("{}-{:016x}{:016x}.bin", self.name, hash(&key, 0), hash(&key, 1))))
+        cache_path(self.name, &key, "bin")
     }
+}
+
+/// A file of the cache, named by everything that decides its contents. None where there is no place for a cache.
+pub(super) fn cache_path(name: &str, key: &str, extension: &str) -> Option<PathBuf> {
+    Some(cache_folder()?.join(format!("{name}-{:016x}{:016x}.{extension}", hash(key, 0), hash(key, 1))))
 }
 
 type Images = HashMap<(&'static str, Target), Arc<[u8]>>;
@@ -264,8 +269,8 @@ fn hash(text: &str, seed: u64) -> u64 {
     text.bytes().fold(start, |h, byte| (h ^ byte as u64).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// Keeps an image for the next process. A cache that cannot be written is no error: it costs seconds.
-fn store(path: &Path, image: &[u8]) {
+/// Keeps bytes for the next process. A cache that cannot be written is no error: it costs seconds.
+pub(super) fn store(path: &Path, image: &[u8]) {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let unique = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let temporary = path.with_extension(format!("{unique}.tmp"));

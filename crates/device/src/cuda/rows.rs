@@ -4,6 +4,7 @@ use super::device::{Cuda, aligned, expect, expect_or_f32, float};
 use super::module::{Launch, args};
 use super::nvrtc::{ACTIVATION, EMBEDDING, LOSS, NORM};
 use super::stream::Stream;
+use crate::profile::partials;
 use crate::{
     CrossEntropy, Dtype, Embedding, EmbeddingGrad, Error, Result, RmsNorm, RmsNormGrad, Rope, Rotation,
     SumLoss, Swiglu, SwigluGrad,
@@ -15,15 +16,27 @@ pub(super) const GROUP: usize = 8;
 pub(super) const MAX_ROWS: usize = 1 << 20;
 /// A grid's second side ends here.
 pub(super) const MAX_GRID_Y: usize = 65_535;
-/// Blocks, and so rows of partial weight gradients, of a norm's gradient at most.
-pub(super) const MAX_PARTIALS: usize = 256;
 /// Room for a norm's partial weight gradient in shared memory, with a margin for what the kernel has of its own.
 pub(super) const MAX_SHARED_BYTES: usize = 40 << 10;
+/// Shared memory that a loss leaves to what the kernel has of its own.
+const OWN_SHARED_BYTES: usize = 2 << 10;
 
 /// Threads for a row: enough to take it in one go, up to `most`.
 pub(super) fn threads(cols: usize, vector: bool, most: usize) -> usize {
     let items = if vector { cols.div_ceil(GROUP) } else { cols };
     items.next_multiple_of(32).clamp(32, most)
+}
+
+/// How a norm's row lies in registers: threads, and groups of eight columns for each; no groups where the row cannot
+/// be read 16 bytes at a time or is too long, and is walked column by column.
+fn in_registers(cols: usize, vector: bool, most: usize) -> (usize, usize) {
+    let items = cols / GROUP;
+    let groups =
+        [1, 2, 4].into_iter().find(|groups| items.div_ceil(*groups) <= if *groups == 4 { 512 } else { most });
+    match groups {
+        Some(groups) if vector => (items.div_ceil(groups).next_multiple_of(32), groups),
+        _ => (threads(cols, false, 512), 0),
+    }
 }
 
 pub(super) fn elements(op: &'static str, rows: usize, cols: usize) -> Result<usize> {
@@ -67,7 +80,7 @@ impl Cuda {
         if a.tokens == 0 || a.cols == 0 {
             return Ok(());
         }
-        let vector = aligned(&[a.dout]) && a.cols.is_multiple_of(GROUP);
+        let vector = aligned(&[a.dout, a.dtable]) && a.cols.is_multiple_of(GROUP);
         let block = 128;
         let grid = [a.tokens.min(MAX_ROWS), a.cols.div_ceil(block * GROUP)];
         let name = format!("embedding_grad_{dtype}_{}", a.dtable.dtype());
@@ -93,15 +106,16 @@ impl Cuda {
         }
         buffers.push(a.weight);
         let vector = aligned(&buffers) && a.cols.is_multiple_of(GROUP);
-        let launch = Launch::new(a.rows.min(MAX_ROWS), threads(a.cols, vector, 512));
-        let values = args![a.x, a.delta, a.weight, a.sum, a.out, a.rstd, a.rows, a.cols, a.eps, vector];
-        self.launch(stream, &NORM, &format!("rms_norm_{dtype}"), launch, values)
+        let (threads, groups) = in_registers(a.cols, vector, 256);
+        let launch = Launch::new(a.rows.min(MAX_ROWS), threads);
+        let values = args![a.x, a.delta, a.weight, a.sum, a.out, a.rstd, a.rows, a.cols, a.eps];
+        self.launch(stream, &NORM, &format!("rms_norm_{groups}_{dtype}"), launch, values)
     }
 
     pub(super) fn rms_norm_grad(&self, stream: &Stream, a: &RmsNormGrad<'_>) -> Result<()> {
         let op = "rms_norm_grad";
         let (dtype, len) = (float(op, a.x)?, elements(op, a.rows, a.cols)?);
-        let blocks = a.rows.clamp(1, MAX_PARTIALS);
+        let blocks = partials(a.rows, a.cols);
         let mut buffers = vec![a.x, a.dout, a.dx];
         buffers.extend(a.dresidual);
         for buffer in &buffers {
@@ -114,29 +128,14 @@ impl Cuda {
         if a.cols == 0 {
             return Ok(());
         }
-        buffers.push(a.weight);
+        buffers.extend([a.weight, a.scratch]);
         let vector = aligned(&buffers) && a.cols.is_multiple_of(GROUP);
-        let shared = a.cols * 4 <= MAX_SHARED_BYTES;
-        let shared_bytes = if shared { a.cols * 4 } else { 0 };
-        let launch = Launch { grid: [blocks, 1], block: threads(a.cols, vector, 512), shared_bytes };
-        let values = args![
-            a.dout,
-            a.x,
-            a.weight,
-            a.rstd,
-            a.dresidual,
-            a.dx,
-            a.scratch,
-            a.rows,
-            a.cols,
-            vector,
-            shared,
-        ];
-        self.launch(stream, &NORM, &format!("rms_norm_grad_{dtype}"), launch, values)?;
+        let (threads, groups) = in_registers(a.cols, vector, 512);
+        let values = args![a.dout, a.x, a.weight, a.rstd, a.dresidual, a.dx, a.scratch, a.rows, a.cols];
+        let name = format!("rms_norm_grad_{groups}_{dtype}");
+        self.launch(stream, &NORM, &name, Launch::new(blocks, threads), values)?;
         let Some(dweight) = a.dweight else { return Ok(()) };
-        let name = format!("weight_grad_{}", dweight.dtype());
-        let launch = Launch::new(a.cols.div_ceil(128).min(MAX_ROWS), 128);
-        self.launch(stream, &NORM, &name, launch, args![a.scratch, blocks, dweight, a.cols, a.accumulate])
+        self.add_partials(stream, (a.scratch, blocks), dweight, a.cols, a.accumulate)
     }
 
     pub(super) fn rope(&self, stream: &Stream, a: &Rope<'_>) -> Result<()> {
@@ -153,9 +152,14 @@ impl Cuda {
         if a.tokens == 0 || cols == 0 {
             return Ok(());
         }
-        let vector = aligned(&[a.x]) && half.is_multiple_of(GROUP) && a.stride.is_multiple_of(GROUP);
+        let vector =
+            aligned(&[a.x, a.cos, a.sin]) && half.is_multiple_of(GROUP) && a.stride.is_multiple_of(GROUP);
         let sign = if a.direction == Rotation::Forward { 1.0f32 } else { -1.0f32 };
-        let launch = Launch::new(a.tokens.min(MAX_ROWS), threads(a.heads * half, vector, 256));
+        // Enough threads to take every head in one go, four of them each.
+        let items = if vector { a.heads.div_ceil(4) * (half / GROUP) } else { a.heads * half };
+        let threads = items.next_multiple_of(32).clamp(32, 256).max((half / GROUP).next_multiple_of(32));
+        // Blocks go from token to token; as many as run at once.
+        let launch = Launch::new(a.tokens.min(self.context.multiprocessors as usize * 16), threads);
         let values =
             args![a.x, a.positions, a.cos, a.sin, a.tokens, a.heads, a.head_dim, a.stride, sign, vector,];
         self.launch(stream, &ACTIVATION, &format!("rope_{dtype}"), launch, values)
@@ -210,8 +214,15 @@ impl Cuda {
             return Ok(());
         }
         let vector = aligned(&[a.logits]) && a.stride.is_multiple_of(GROUP);
-        let launch = Launch::new(a.rows.min(MAX_ROWS), threads(a.vocab, vector, 512));
-        let values = args![a.logits, a.labels, a.losses, a.seed, a.rows, a.vocab, a.stride, vector];
+        let group_bytes = GROUP * dtype.bytes();
+        let room = self.context.max_shared_bytes.saturating_sub(OWN_SHARED_BYTES) / group_bytes;
+        let kept = if vector && a.seed.is_some() { room.min(a.vocab / GROUP) } else { 0 };
+        let launch = Launch {
+            grid: [a.rows.min(MAX_ROWS), 1],
+            block: threads(a.vocab, vector, 512),
+            shared_bytes: kept * group_bytes,
+        };
+        let values = args![a.logits, a.labels, a.losses, a.seed, a.rows, a.vocab, a.stride, vector, kept];
         self.launch(stream, &LOSS, &format!("cross_entropy_{dtype}"), launch, values)
     }
 

@@ -74,7 +74,16 @@ impl EventHandle {
     fn synchronize(&self) -> Result<()> {
         self.context.enter()?;
         // SAFETY: the event lives and was recorded.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })?;
+        not_void(&self.context, "of an event")
+    }
+}
+
+/// Fails where what has run was for nothing.
+fn not_void(context: &Context, stream: &str) -> Result<()> {
+    match context.void.get() {
+        Some(why) => Err(Error::Stream { stream: stream.to_string(), what: why.clone() }),
+        None => Ok(()),
     }
 }
 
@@ -127,7 +136,20 @@ impl Stream {
         // SAFETY: the stream lives.
         let answer = unsafe { sys::cuStreamSynchronize(self.inner.raw) };
         check("cuStreamSynchronize", answer)
-            .map_err(|error| Error::Stream { stream: self.inner.name.clone(), what: error.to_string() })
+            .map_err(|error| Error::Stream { stream: self.inner.name.clone(), what: error.to_string() })?;
+        not_void(&self.inner.context, &self.inner.name)
+    }
+
+    /// Declares what this GPU computes for this process worth nothing from now on: whoever waits for any of its
+    /// streams or events hears why. For libraries whose work on a stream was cut short, of which the stream itself
+    /// knows nothing.
+    pub fn declare_void(&self, why: &str) {
+        let _ = self.inner.context.void.set(why.to_string());
+    }
+
+    /// Whether the driver can tell times between points (from CUDA 12.8 on).
+    pub(super) fn can_time() -> bool {
+        library::driver_has("cuEventElapsedTime_v2")
     }
 
     /// Marks a point whose time can be asked for later.
@@ -142,6 +164,16 @@ impl Event {
     pub fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
     }
+
+    /// Whether the point is reached.
+    pub fn has_passed(&self) -> Result<bool> {
+        self.inner.context.enter()?;
+        // SAFETY: the event lives and was recorded.
+        match unsafe { sys::cuEventQuery(self.inner.raw) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => check("cuEventQuery", answer).map(|()| true),
+        }
+    }
 }
 
 /// A point in a stream's work that knows when it was reached.
@@ -155,7 +187,7 @@ impl TimedEvent {
     pub fn elapsed_ms(&self, end: &TimedEvent) -> Result<f32> {
         self.inner.synchronize()?;
         end.inner.synchronize()?;
-        if !library::driver_has("cuEventElapsedTime_v2") {
+        if !Stream::can_time() {
             let what = "it is older than CUDA 12.8 and has no cuEventElapsedTime_v2".to_string();
             return Err(Error::Unavailable { library: "the CUDA driver's timing", what });
         }

@@ -1,21 +1,33 @@
 use super::harness::{Bed, Random, Tolerance, beds, round, twice};
-use device::{AdamW, AdamWScalars, Dtype, Profile};
+use device::{AdamW, AdamWScalars, Dtype, Judge, Profile, SCALER, Scaling, VERDICT};
 
 const LEN: usize = 2 * 1024 + 77;
 const CLIP: f32 = 0.37;
+const LR: f64 = 1e-2;
+const BETAS: [f64; 2] = [0.9, 0.95];
 
-/// lr 1e-2, decay 0.1, betas 0.9 and 0.95, third step.
+/// lr 1e-2, decay 0.1, betas 0.9 and 0.95.
 fn scalars() -> AdamWScalars {
-    let (lr, decay, beta1, beta2, t) = (1e-2f64, 0.1, 0.9f64, 0.95f64, 3);
+    let [beta1, beta2] = BETAS;
     AdamWScalars {
-        keep: (1.0 - lr * decay) as f32,
+        keep: (1.0 - LR * 0.1) as f32,
         one_minus_beta1: (1.0 - beta1) as f32,
         beta2: beta2 as f32,
         one_minus_beta2: (1.0 - beta2) as f32,
-        bias2_sqrt: (1.0 - beta2.powi(t)).sqrt() as f32,
         eps: 1e-8,
-        step_size: (-lr / (1.0 - beta1.powi(t))) as f32,
     }
+}
+
+/// sqrt(1 − β2^t) and −lr / (1 − β1^t), of the third step.
+fn biases(step: i32) -> [f64; 2] {
+    let [beta1, beta2] = BETAS;
+    [(1.0 - beta2.powi(step)).sqrt(), -LR / (1.0 - beta1.powi(step))]
+}
+
+/// The verdict of a third step.
+fn verdict(applies: f64) -> Vec<f64> {
+    let [bias2_sqrt, step_size] = biases(3);
+    vec![1.0, f64::from(CLIP), applies, bias2_sqrt, step_size]
 }
 
 /// The documented order, one element: (p, m, v).
@@ -25,7 +37,8 @@ fn step(s: &AdamWScalars, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) 
     let m = s.one_minus_beta1.mul_add(g - m, m);
     let v = v * s.beta2;
     let v = (s.one_minus_beta2 * g).mul_add(g, v);
-    (p + (s.step_size * m) / (v.sqrt() / s.bias2_sqrt + s.eps), m, v)
+    let [bias2_sqrt, step_size] = biases(3).map(|value| value as f32);
+    (p + (step_size * m) / (v.sqrt() / bias2_sqrt + s.eps), m, v)
 }
 
 #[test]
@@ -47,7 +60,7 @@ fn case(bed: &Bed, state: Dtype, grad_dtype: Dtype, compute_dtype: Option<Dtype>
     let m = bed.random(&mut random, state, LEN, 0.1);
     let v = bed.input(state, &random.values(LEN, 0.1).iter().map(|v| v.abs()).collect::<Vec<_>>());
     let grad = bed.random(&mut random, grad_dtype, LEN, 2.0);
-    let clip = bed.input(Dtype::F32, &[f64::from(CLIP)]);
+    let verdict = bed.input(Dtype::F32, &verdict(1.0));
     let scalars = scalars();
     let [got_p, got_m, got_v, compute] = twice(&case, || {
         let (p, m, v) = (bed.copy_of(&p), bed.copy_of(&m), bed.copy_of(&v));
@@ -57,7 +70,7 @@ fn case(bed: &Bed, state: Dtype, grad_dtype: Dtype, compute_dtype: Option<Dtype>
             moment1: &m,
             moment2: &v,
             grad: &grad.buffer,
-            clip: &clip.buffer,
+            verdict: &verdict.buffer,
             compute: compute_dtype.map(|_| &compute),
             scalars,
         };
@@ -97,10 +110,107 @@ fn lengths_must_agree() {
             moment1: &long,
             moment2: &long,
             grad: &short,
-            clip: &long,
+            verdict: &long,
             compute: None,
             scalars: scalars(),
         };
         assert!(bed.device.adamw(&bed.stream, &args).is_err(), "{}", bed.device.name());
+    }
+}
+
+#[test]
+fn a_step_that_is_not_to_be_made_touches_nothing() {
+    for bed in &beds() {
+        let [p, m, v] = [1.0, 2.0, 3.0].map(|value| bed.input(Dtype::F32, &[value; 70]));
+        let grad = bed.input(Dtype::F32, &[f64::NAN; 70]);
+        let copy = bed.input(Dtype::Bf16, &[4.0; 70]);
+        let verdict = bed.input(Dtype::F32, &verdict(0.0));
+        let args = AdamW {
+            master: &p.buffer,
+            moment1: &m.buffer,
+            moment2: &v.buffer,
+            grad: &grad.buffer,
+            verdict: &verdict.buffer,
+            compute: Some(&copy.buffer),
+            scalars: scalars(),
+        };
+        bed.device.adamw(&bed.stream, &args).unwrap();
+        for input in [p, m, v, copy] {
+            assert_eq!(bed.read(&input.buffer), input.values, "{}", bed.device.name());
+        }
+    }
+}
+
+/// Judges one step; returns (verdict, scaler).
+fn judged(
+    bed: &Bed,
+    squares: f64,
+    scaler: [f64; SCALER],
+    max_norm: f32,
+    scaling: Option<Scaling>,
+) -> (Vec<f64>, Vec<f64>) {
+    let (squares, scaler) = (bed.input(Dtype::F32, &[squares]), bed.input(Dtype::F32, &scaler));
+    let verdict = bed.poisoned(Dtype::F32, VERDICT);
+    let args = Judge {
+        sum_squares: &squares.buffer,
+        scaler: &scaler.buffer,
+        verdict: &verdict,
+        max_norm,
+        step: 5,
+        betas: BETAS,
+        lr: LR,
+        scaling,
+    };
+    bed.device.judge(&bed.stream, &args).unwrap();
+    (bed.read(&verdict), bed.read(&scaler.buffer))
+}
+
+#[test]
+fn the_clip_factor_and_adams_step() {
+    for bed in &beds() {
+        for (squares, max_norm, clip) in
+            [(16.0, 1.0, 0.25), (16.0, 5.0, 1.0), (16.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
+        {
+            let (verdict, scaler) = judged(bed, squares, [1.0, 0.0, 0.0, 0.0], max_norm, None);
+            let [bias2_sqrt, step_size] = biases(5);
+            let want = [f64::sqrt(squares), clip, 1.0, bias2_sqrt, step_size];
+            Tolerance::new(Dtype::F32, 1).check(&format!("clip {squares} {max_norm}"), &verdict, &want);
+            assert_eq!(scaler, [1.0, 0.0, 0.0, 0.0]);
+        }
+    }
+}
+
+#[test]
+fn a_scale_falls_with_an_overflow_and_grows_with_good_steps() {
+    let scaling = Some(Scaling { growth: 2.0, backoff: 0.5, interval: 3 });
+    for bed in &beds() {
+        // Norm 4 under a scale of 8; two steps were skipped before, so Adam is at its third.
+        let (verdict, scaler) = judged(bed, 1024.0, [8.0, 1.0, 2.0, 0.0], 1.0, scaling);
+        let [bias2_sqrt, step_size] = biases(3);
+        Tolerance::new(Dtype::F32, 1).check(
+            "scaled",
+            &verdict,
+            &[4.0, 0.25 / 8.0, 1.0, bias2_sqrt, step_size],
+        );
+        assert_eq!(scaler, [8.0, 2.0, 2.0, 0.0]);
+        assert_eq!(judged(bed, 1024.0, [8.0, 2.0, 2.0, 0.0], 1.0, scaling).1, [16.0, 0.0, 2.0, 0.0]);
+        for bad in [f64::INFINITY, f64::NAN] {
+            let (verdict, scaler) = judged(bed, bad, [8.0, 2.0, 2.0, 0.0], 1.0, scaling);
+            assert_eq!((verdict[2], scaler), (0.0, vec![4.0, 0.0, 3.0, 0.0]), "{}", bed.device.name());
+        }
+        // The largest scale stays.
+        let largest = f64::from(2.0f32.powi(127));
+        assert_eq!(judged(bed, 1.0, [largest, 2.0, 0.0, 0.0], 1.0, scaling).1[0], largest);
+    }
+}
+
+#[test]
+fn without_scaling_the_first_bad_step_is_the_last() {
+    for bed in &beds() {
+        let (verdict, scaler) = judged(bed, f64::NAN, [1.0, 0.0, 0.0, 0.0], 1.0, None);
+        assert!(verdict[0].is_nan() && verdict[2] == 0.0);
+        assert_eq!(scaler, [1.0, 0.0, 1.0, 5.0]);
+        let (verdict, scaler) = judged(bed, 4.0, [1.0, 0.0, 1.0, 3.0], 1.0, None);
+        assert_eq!((verdict[0], verdict[2], scaler), (2.0, 0.0, vec![1.0, 0.0, 2.0, 3.0]));
     }
 }

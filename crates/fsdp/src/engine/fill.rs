@@ -11,21 +11,28 @@ pub trait Source {
     fn read(&self, name: &str, start: usize, out: &mut [f32]) -> Result<()>;
 }
 
+/// Elements of a weight that the host makes at a time.
+const FILL_LEN: usize = 4 << 20;
+
 impl Engine {
-    /// Fills this rank's shards, moments with zeros. The host holds one unit's shard at a time.
+    /// Fills this rank's shards, moments and padding with zeros. The host holds a small part at a time, in the same
+    /// memory over and over: pages of a large model's weights would take longer to come by than the weights.
     pub fn fill(&mut self, source: &dyn Source) -> Result<()> {
         let fixed = &self.fixed;
         let layout = &fixed.plan.layout;
+        let mut values = vec![0.0f32; FILL_LEN];
         for (unit, shard) in fixed.shards.iter().enumerate() {
-            let mut values = vec![0.0f32; layout.units[unit].shard_len];
+            let weights = shard.trained.as_ref().map_or(&shard.compute, |trained| &trained.master);
+            fixed.device.fill(&fixed.compute, weights, 0.0)?;
             for piece in layout.pieces(&fixed.model, unit, fixed.shard_index()) {
-                source.read(&piece.name, piece.start, &mut values[piece.at..piece.at + piece.len])?;
+                for first in (0..piece.len).step_by(FILL_LEN) {
+                    let part = &mut values[..FILL_LEN.min(piece.len - first)];
+                    source.read(&piece.name, piece.start + first, part)?;
+                    let dst = weights.slice(piece.at + first, part.len())?;
+                    write_rounded(&*fixed.device, &fixed.compute, part, &dst)?;
+                }
             }
-            let Some(trained) = &shard.trained else {
-                write_rounded(&*fixed.device, &fixed.compute, &values, &shard.compute)?;
-                continue;
-            };
-            write_rounded(&*fixed.device, &fixed.compute, &values, &trained.master)?;
+            let Some(trained) = &shard.trained else { continue };
             if fixed.plan.settings.precision.has_compute_copy() {
                 fixed.device.cast(&fixed.compute, &trained.master, &shard.compute)?;
             }
@@ -34,32 +41,6 @@ impl Engine {
             }
         }
         Ok(fixed.compute.synchronize()?)
-    }
-
-    /// This rank's part of every weight, as (name, first element, values), unit by unit. Frozen weights are read from
-    /// where they came from, since the device may hold them rounded.
-    pub fn read_weights(
-        &self,
-        source: &dyn Source,
-        mut take: impl FnMut(&str, usize, &[f32]) -> Result<()>,
-    ) -> Result<()> {
-        let fixed = &self.fixed;
-        for (unit, shard) in fixed.shards.iter().enumerate() {
-            let pieces = fixed.plan.layout.pieces(&fixed.model, unit, fixed.shard_index());
-            let Some(trained) = &shard.trained else {
-                for piece in &pieces {
-                    let mut values = vec![0.0; piece.len];
-                    source.read(&piece.name, piece.start, &mut values)?;
-                    take(&piece.name, piece.start, &values)?;
-                }
-                continue;
-            };
-            let values = read_f32(&*fixed.device, &fixed.compute, &trained.master)?;
-            for piece in &pieces {
-                take(&piece.name, piece.start, &values[piece.at..piece.at + piece.len])?;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -70,23 +51,22 @@ pub(crate) fn write_rounded(
     dst: &Buffer,
 ) -> Result<()> {
     match dst.dtype() {
-        Dtype::Bf16 => {
-            let rounded: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();
-            device.write_slice(stream, &rounded, dst)?;
-        }
-        Dtype::F16 => {
-            let rounded: Vec<f16> = values.iter().map(|value| f16::from_f32(*value)).collect();
-            device.write_slice(stream, &rounded, dst)?;
-        }
+        Dtype::Bf16 => device.write_slice(stream, &rounded(values, bf16::from_f32), dst)?,
+        Dtype::F16 => device.write_slice(stream, &rounded(values, f16::from_f32), dst)?,
         _ => device.write_slice(stream, values, dst)?,
     }
     Ok(())
 }
 
-fn read_f32(device: &dyn Device, stream: &Stream, src: &Buffer) -> Result<Vec<f32>> {
-    Ok(match src.dtype() {
-        Dtype::Bf16 => device.read_vec::<bf16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
-        Dtype::F16 => device.read_vec::<f16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
-        _ => device.read_vec(stream, src)?,
-    })
+/// Every value rounded, by as many threads as there are cores: a large model's start waits for this.
+fn rounded<T: Copy + Default + Send>(values: &[f32], round: fn(f32) -> T) -> Vec<T> {
+    let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+    let share = values.len().div_ceil(threads).max(1 << 16);
+    let mut out = vec![T::default(); values.len()];
+    std::thread::scope(|scope| {
+        for (values, out) in values.chunks(share).zip(out.chunks_mut(share)) {
+            scope.spawn(move || out.iter_mut().zip(values).for_each(|(out, value)| *out = round(*value)));
+        }
+    });
+    out
 }

@@ -1,20 +1,29 @@
 //! The engine: walks the schedule on one rank.
 
+mod blame;
 mod eval;
 mod fill;
+mod gather;
+mod scalars;
+mod state;
 mod step;
+mod update;
 mod view;
 
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
+pub use scalars::{Report, Scaler};
+pub use state::{Saved, Slot, Stretch};
 
 use crate::plan::{Held, align};
-use crate::{Error, Plan, Result};
+use crate::{Plan, Result};
 use comm::Group;
-use device::{Buffer, Device, Dtype, Event, Role, Stream};
+use device::{Buffer, Device, Dtype, Event, Memory, Profile, Role, Stream};
+use gather::Neighbours;
+use scalars::Scalars;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use tensor::arena::{ALIGN_BYTES, Arena};
+use tensor::arena::Arena;
 use tensor::optim::AdamW;
 use tensor::{Batch, Model, Random, Tape, Tensor};
 
@@ -54,16 +63,6 @@ pub struct Hyper {
     pub step: u64,
 }
 
-/// What a step came to, over all ranks.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Report {
-    /// Mean over all targets of the batch.
-    pub loss: f64,
-    /// Before clipping.
-    pub grad_norm: f64,
-    pub num_targets: usize,
-}
-
 /// What an evaluation came to, over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Evaluation {
@@ -83,6 +82,11 @@ pub struct Engine {
     seed: u64,
 }
 
+/// Bytes of the numbers that a plan of so many units keeps on the device.
+pub(crate) fn scalar_bytes(units: usize) -> usize {
+    Scalars::bytes(units)
+}
+
 /// Steps the host may issue before the device has finished them.
 const MAX_AHEAD: usize = 2;
 
@@ -93,6 +97,7 @@ struct Fixed {
     model: Arc<Model>,
     device: Arc<dyn Device>,
     groups: Groups,
+    neighbours: Neighbours,
     compute: Stream,
     gather: Stream,
     reduce: Stream,
@@ -124,27 +129,12 @@ struct Trained {
     held_slot: Option<Buffer>,
 }
 
-/// Numbers that live on the device.
-#[derive(Debug)]
-struct Scalars {
-    count: Buffer,
-    seed: Tensor,
-    /// Sum of squares and summed loss, side by side: one collective serves both.
-    sums: Buffer,
-    sum_squares: Buffer,
-    loss_sum: Buffer,
-    /// Norm and clip scale, side by side.
-    norm_clip: Buffer,
-    clip: Buffer,
-    /// Number of targets and summed loss of an evaluation, side by side. A step's own numbers stay.
-    evaluated: Buffer,
-    all: Buffer,
-}
-
 /// What is in the engine's hands while it walks a schedule.
 #[derive(Debug, Default)]
 struct Walk {
     gathered: Vec<Option<Gathered>>,
+    /// Parts of units that will be gathered among neighbours.
+    narrowed: Vec<Option<Tensor>>,
     grads: Vec<Option<UnitGrad>>,
     /// Reduces in flight: when each is done, and what it holds until then.
     reducing: Vec<Option<(Event, Vec<Tensor>)>>,
@@ -162,6 +152,8 @@ struct Gathered {
     weights: Tensor,
     /// Until the compute stream has waited for it.
     arriving: Option<Event>,
+    /// What the gather reads, until then.
+    source: Option<Tensor>,
 }
 
 /// A unit's gradient on its way.
@@ -185,9 +177,10 @@ impl Engine {
         model: Arc<Model>,
         groups: Groups,
     ) -> Result<Engine> {
-        agree(&plan, &groups)?;
+        blame::agree(&plan, &groups)?;
         let bytes = plan.placements.iter().map(|placement| placement.bytes).max().unwrap_or(0);
         let region = device.alloc(bytes, "step")?;
+        agree_on_products(&*device, &plan, &groups, &region)?;
         let arenas =
             plan.placements.iter().map(|placed| Arena::replay(region.clone(), placed.clone())).collect();
         Self::with_arenas(device, plan, model, groups, arenas)
@@ -206,11 +199,13 @@ impl Engine {
         let shards = take_shards(&*device, &plan)?;
         let constants = take_constants(&*device, &compute, &model)?;
         let (batch, scalars) = take_batch(&*device, &plan)?;
+        let neighbours = gather::neighbours(&plan.layout, &groups)?;
         let fixed = Fixed {
             plan,
             model,
             device,
             groups,
+            neighbours,
             compute,
             gather,
             reduce,
@@ -220,7 +215,11 @@ impl Engine {
             scalars,
             arenas,
         };
-        Ok(Engine { walk: Walk::new(fixed.plan.layout.units.len()), fixed, issued: VecDeque::new(), seed: 0 })
+        let walk = Walk::new(fixed.plan.layout.units.len());
+        let mut engine = Engine { walk, fixed, issued: VecDeque::new(), seed: 0 };
+        let scale = engine.fixed.plan.settings.loss_scale().map_or(1.0, |loss_scale| loss_scale.init);
+        engine.set_scaler(&Scaler { scale, good_steps: 0, skipped_steps: 0 })?;
+        Ok(engine)
     }
 
     /// Whether this rank, of those that hold the same shard, is the one that counts and writes.
@@ -244,15 +243,6 @@ impl Engine {
     /// The farthest byte of the step's region that was really used.
     pub fn step_high_bytes(&self) -> usize {
         self.fixed.arenas.iter().map(Arena::high_bytes).max().unwrap_or(0)
-    }
-
-    /// Waits for the last step and reads what it came to.
-    pub fn report(&self) -> Result<Report> {
-        let fixed = &self.fixed;
-        let values: Vec<f32> = fixed.device.read_vec(&fixed.compute, &fixed.scalars.all)?;
-        let [count, _, _, loss_sum, norm, ..] = values[..] else { panic!("scalars are eight numbers") };
-        let loss = f64::from(loss_sum) / f64::from(count);
-        Ok(Report { loss, grad_norm: f64::from(norm), num_targets: count as usize })
     }
 }
 
@@ -286,6 +276,7 @@ impl Walk {
         }
         Walk {
             gathered: nothing(units),
+            narrowed: nothing(units),
             grads: nothing(units),
             reducing: nothing(units),
             tapes: nothing(units),
@@ -297,13 +288,23 @@ impl Walk {
     }
 }
 
-fn agree(plan: &Plan, groups: &Groups) -> Result<()> {
-    let (rank, mine) = (groups.world.rank(), plan.fingerprint);
-    for (peer, bytes) in groups.world.exchange(&mine.to_le_bytes(), "plan fingerprint")?.iter().enumerate() {
-        let theirs = bytes.as_slice().try_into().map(u64::from_le_bytes).unwrap_or(0);
-        if theirs != mine {
-            return Err(Error::PlansDiffer { rank, peer, mine, theirs });
-        }
+/// Rank 0 chooses how products are computed, by timing them in the step's region, and all ranks compute alike.
+fn agree_on_products(
+    device: &dyn Device,
+    plan: &Plan,
+    groups: &Groups,
+    room: &Arc<dyn Memory>,
+) -> Result<()> {
+    if !matches!(plan.profile, Profile::Cuda { deterministic: false }) {
+        return Ok(());
+    }
+    let choices = match groups.world.rank() {
+        0 => device.choose(&device.stream("choose", Role::Compute)?, &plan.products, room)?,
+        _ => String::new(),
+    };
+    let chosen = groups.world.exchange(choices.as_bytes(), "algorithms of matrix products")?;
+    if let Some(Ok(choices)) = chosen.first().map(|bytes| std::str::from_utf8(bytes)) {
+        device.adopt(choices);
     }
     Ok(())
 }
@@ -369,9 +370,9 @@ pub(crate) fn take_constants(device: &dyn Device, stream: &Stream, model: &Model
 }
 
 fn take_batch(device: &dyn Device, plan: &Plan) -> Result<(Batch, Scalars)> {
-    let fields = &plan.settings.fields;
+    let (fields, units) = (&plan.settings.fields, plan.layout.units.len());
     let bytes: usize = fields.iter().map(|field| align(field.num_bytes())).sum();
-    let region = device.alloc(bytes + ALIGN_BYTES, "batch")?;
+    let region = device.alloc(bytes + Scalars::bytes(units), "batch")?;
     let mut batch = Batch::default();
     let mut offset = 0;
     for field in fields {
@@ -379,17 +380,5 @@ fn take_batch(device: &dyn Device, plan: &Plan) -> Result<(Batch, Scalars)> {
         batch.set(field.name, Tensor::over(buffer, field.shape.clone())?);
         offset += align(field.num_bytes());
     }
-    let all = Buffer::new(region, offset, Dtype::F32, 8)?;
-    let scalars = Scalars {
-        count: all.slice(0, 1)?,
-        seed: Tensor::over(all.slice(1, 1)?, [1])?,
-        sums: all.slice(2, 2)?,
-        sum_squares: all.slice(2, 1)?,
-        loss_sum: all.slice(3, 1)?,
-        norm_clip: all.slice(4, 2)?,
-        clip: all.slice(5, 1)?,
-        evaluated: all.slice(6, 2)?,
-        all,
-    };
-    Ok((batch, scalars))
+    Ok((batch, Scalars::take(region, offset, units)?))
 }

@@ -1,12 +1,11 @@
 //! One training step: each action of the schedule, done.
 
 use super::view::View;
-use super::{Engine, Fixed, Gathered, MAX_AHEAD, UnitGrad, Walk};
+use super::{Engine, Fixed, MAX_AHEAD, UnitGrad, Walk};
 use crate::{Action, Error, HostBatch, Hyper, Result};
 use comm::Reduction;
 use device::Dtype;
 use std::cell::Cell;
-use tensor::optim::Decay;
 use tensor::{Arena, Context, Keep, Kind, Mode, Random, Tape, Tensor};
 
 impl Engine {
@@ -75,9 +74,11 @@ impl Engine {
             Action::Gather(unit) => walk.gather(fixed, arena, unit),
             Action::Forward(unit) => walk.forward(fixed, arena, unit, mode),
             Action::Free(unit) => {
-                walk.gathered[unit] = None;
+                walk.free(unit);
                 Ok(())
             }
+            Action::Narrow(unit) => walk.narrow(fixed, arena, unit),
+            Action::Widen(unit) => walk.widen(fixed, arena, unit),
             Action::Turn(unit) => walk.turn(fixed, arena, unit),
             Action::Score(unit) => walk.score(fixed, arena, unit),
             Action::Backward(unit) => walk.backward(fixed, arena, unit),
@@ -113,6 +114,12 @@ impl Fixed {
         self.device.write_slice(&self.compute, &[num_targets as f32], &scalars.count)?;
         self.sum_over_ranks(&scalars.count, "target count")?;
         self.device.reciprocal(&self.compute, &scalars.count, scalars.seed.buffer())?;
+        if self.plan.settings.loss_scale().is_some() {
+            self.device.multiply(&self.compute, &scalars.scale, scalars.seed.buffer())?;
+            // An overflow is of one step; without a scale the first one stays visible.
+            self.device.fill(&self.compute, &scalars.local_squares, 0.0)?;
+        }
+        self.device.fill(&self.compute, &scalars.squares, 0.0)?;
         Ok(self.device.fill(&self.compute, &scalars.sums, 0.0)?)
     }
 
@@ -160,37 +167,15 @@ impl Fixed {
 }
 
 impl Walk {
-    /// The gather starts once compute has reached this point: what it overwrites is then spent.
-    fn gather(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
-        let len = fixed.plan.layout.unit_len(unit);
-        let weights = arena.tensor(fixed.plan.settings.precision.compute, [len], Kind::Gathered)?;
-        fixed.gather.wait(&fixed.compute.record()?)?;
-        let mine = &fixed.shards[unit].compute;
-        fixed.groups.gather.all_gather(&fixed.gather, mine, weights.buffer(), fixed.unit_name(unit))?;
-        self.gathered[unit] = Some(Gathered { weights, arriving: Some(fixed.gather.record()?) });
-        Ok(())
-    }
-
-    /// Compute waits for the weights it is about to use.
-    fn arrive(&mut self, fixed: &Fixed, unit: usize) -> Result<()> {
-        for need in &fixed.plan.layout.units[unit].needs {
-            if let Some(event) = self.gathered[*need].as_mut().and_then(|gathered| gathered.arriving.take()) {
-                fixed.compute.wait(&event)?;
-            }
-        }
-        Ok(())
-    }
-
     pub(super) fn forward(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, mode: Mode) -> Result<()> {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
-        // What no backward will come to is not kept at all.
+        let keep = fixed.plan.keep_of(unit);
         let comes_back = unit >= fixed.plan.layout.lowest_trained();
-        let keep = if comes_back { fixed.plan.settings.keep } else { Keep::Nothing };
         if mode == Mode::Train && keep == Keep::Nothing && comes_back {
             self.kept[unit] = Some(carry.clone());
         }
-        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, keep), carry)?;
+        (self.tapes[unit], self.carry) = self.run(fixed, arena, unit, (mode, Tape::new(keep)), carry)?;
         Ok(())
     }
 
@@ -199,10 +184,9 @@ impl Walk {
         fixed: &Fixed,
         arena: &Arena,
         unit: usize,
-        (mode, keep): (Mode, Keep),
+        (mode, mut tape): (Mode, Tape),
         carry: Vec<Tensor>,
     ) -> Result<(Option<Tape>, Vec<Tensor>)> {
-        let mut tape = Tape::new(keep);
         let blocks = &fixed.model.blocks[fixed.plan.layout.units[unit].blocks.clone()];
         let view = View::new(fixed, self);
         let context = fixed.context(arena, &view, mode, self.random);
@@ -216,7 +200,8 @@ impl Walk {
         self.arrive(fixed, unit)?;
         let carry = std::mem::take(&mut self.carry);
         let losses;
-        (self.tapes[unit], losses) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+        (self.tapes[unit], losses) =
+            self.run(fixed, arena, unit, (Mode::Train, Tape::new(Keep::All)), carry)?;
         add_up(fixed, arena, &losses, &fixed.scalars.loss_sum)?;
         self.carry_grads = losses.iter().map(|_| None).collect();
         drop(losses);
@@ -227,7 +212,8 @@ impl Walk {
         self.take_slots(fixed, arena, unit)?;
         self.arrive(fixed, unit)?;
         if let Some(carry) = self.kept[unit].take() {
-            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Keep::All), carry)?;
+            let first = self.tapes[unit].take().unwrap_or_default();
+            let (tape, _) = self.run(fixed, arena, unit, (Mode::Train, Tape::second(first)), carry)?;
             self.tapes[unit] = tape;
         }
         self.walk_back(fixed, arena, unit)
@@ -273,6 +259,7 @@ impl Walk {
     fn reduce(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
         let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
         fill_unwritten(fixed, unit, grad)?;
+        fixed.square_before_reduce(arena, unit, grad)?;
         fixed.reduce.wait(&fixed.compute.record()?)?;
         let name = fixed.unit_name(unit);
         let mut holds = Vec::new();
@@ -331,68 +318,10 @@ impl Walk {
         }
         Ok(())
     }
-
-    /// Squares of owned gradients, summed over ranks together with the loss; then the clip scale. Of ranks that
-    /// hold the same shard, one counts.
-    fn norm(&mut self, fixed: &Fixed, arena: &Arena, hyper: &Hyper) -> Result<()> {
-        let scalars = &fixed.scalars;
-        let counts = fixed.is_counted();
-        for unit in 0..self.grads.len() {
-            if let Some(grad) = &self.grads[unit] {
-                fill_unwritten(fixed, unit, grad)?;
-            }
-            let Some(grad) = self.owned_grad(fixed, unit) else { continue };
-            for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
-                let scratch = sum_scratch(fixed, arena)?;
-                if counts {
-                    let part = grad.buffer().slice(span.start, span.len)?;
-                    let out = &scalars.sum_squares;
-                    fixed.device.sum_squares(&fixed.compute, &part, out, scratch.buffer(), true)?;
-                }
-            }
-        }
-        fixed.sum_over_ranks(&scalars.sums, "gradient norm and loss")?;
-        Ok(fixed.device.clip_scale(
-            &fixed.compute,
-            &scalars.sum_squares,
-            hyper.clip_norm,
-            &scalars.norm_clip,
-        )?)
-    }
-
-    fn owned_grad(&self, fixed: &Fixed, unit: usize) -> Option<&Tensor> {
-        let grad = self.grads[unit].as_ref()?;
-        if fixed.plan.settings.is_sharded() { grad.shard.as_ref() } else { grad.slot.as_ref() }
-    }
-
-    /// Clip and AdamW in one pass over each span; the gradient is gone afterwards.
-    fn update(&mut self, fixed: &Fixed, unit: usize, hyper: &Hyper) -> Result<()> {
-        let shard = &fixed.shards[unit];
-        let precision = &fixed.plan.settings.precision;
-        if let (Some(grad), Some(trained)) = (self.owned_grad(fixed, unit), &shard.trained) {
-            for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
-                let part = |buffer: &device::Buffer| buffer.slice(span.start, span.len);
-                let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
-                let compute = precision.has_compute_copy().then(|| part(&shard.compute)).transpose()?;
-                let args = device::AdamW {
-                    master: &part(&trained.master)?,
-                    moment1: &part(&trained.moments[0])?,
-                    moment2: &part(&trained.moments[1])?,
-                    grad: &part(grad.buffer())?,
-                    clip: &fixed.scalars.clip,
-                    compute: compute.as_ref(),
-                    scalars: hyper.adamw.scalars(hyper.step, hyper.lr, decays),
-                };
-                fixed.device.adamw(&fixed.compute, &args)?;
-            }
-        }
-        self.grads[unit] = None;
-        Ok(())
-    }
 }
 
 /// A weight no operation used has a gradient of zero.
-fn fill_unwritten(fixed: &Fixed, unit: usize, grad: &UnitGrad) -> Result<()> {
+pub(super) fn fill_unwritten(fixed: &Fixed, unit: usize, grad: &UnitGrad) -> Result<()> {
     let Some(slot) = &grad.slot else { return Ok(()) };
     for (place, written) in fixed.plan.layout.units[unit].places.iter().zip(&grad.written) {
         if !written.replace(true) {
@@ -411,6 +340,6 @@ pub(super) fn add_up(fixed: &Fixed, arena: &Arena, losses: &[Tensor], out: &devi
     Ok(())
 }
 
-fn sum_scratch(fixed: &Fixed, arena: &Arena) -> Result<Tensor> {
+pub(super) fn sum_scratch(fixed: &Fixed, arena: &Arena) -> Result<Tensor> {
     Ok(arena.tensor(Dtype::F32, [fixed.device.profile().sum_scratch()], Kind::Scratch)?)
 }

@@ -136,9 +136,17 @@ impl Stream {
 
     /// Steps of a run of such length. Rows that make no whole batch at its end are left out.
     pub fn steps(&self, length: Length, global_batch: usize) -> u64 {
+        self.steps_from(0, Cursor::default(), length, global_batch)
+    }
+
+    /// Steps of a run that has made `step` of them and come to `cursor`.
+    pub fn steps_from(&self, step: u64, cursor: Cursor, length: Length, global_batch: usize) -> u64 {
         match length {
             Length::Steps(steps) => steps,
-            Length::Epochs(epochs) => epochs * self.rows() / global_batch as u64,
+            Length::Epochs(epochs) => {
+                let left = (epochs * self.rows()).saturating_sub(cursor.rows_before(self.rows()));
+                step + left / global_batch as u64
+            }
         }
     }
 
@@ -160,7 +168,7 @@ impl Stream {
     }
 
     /// A hash of what decides which row holds what: order and lengths of documents, seed, rows.
-    fn fingerprint(&self) -> u64 {
+    pub fn fingerprint(&self) -> u64 {
         let hash = |hash: u64, number: u64| (hash ^ number).wrapping_mul(0x100000001b3).rotate_left(29);
         let start = hash(0xcbf29ce484222325, self.seq as u64);
         match &self.kind {

@@ -10,8 +10,6 @@ use std::path::Path;
 pub const SECRET: &str = "SHARDLOOM_SECRET";
 /// What [`store::MARKER`] says of a store that PyTorch's processes may use as well.
 const PLAIN: &str = "plain";
-/// How many threads a rank may keep busy.
-pub const THREADS: &str = "SHARDLOOM_THREADS";
 
 pub fn of_worker(
     job: &Job,
@@ -19,7 +17,6 @@ pub fn of_worker(
     attempt: u32,
     local_rank: usize,
     error_file: &Path,
-    num_cores: usize,
 ) -> Vec<(&'static str, String)> {
     let rank = (place.first_rank + local_rank).to_string();
     let world = place.world.to_string();
@@ -44,12 +41,9 @@ pub fn of_worker(
         (store::MARKER, if job.plain_store { PLAIN } else { store::WITH_SECRET }.into()),
     ];
     env.extend(place.secret.clone().map(|secret| (SECRET, secret)));
-    let unset = |name: &str| std::env::var_os(name).is_none();
-    if job.num_local > 1 && unset("OMP_NUM_THREADS") {
+    // For workers of others: ours compute on one thread each.
+    if job.num_local > 1 && std::env::var_os("OMP_NUM_THREADS").is_none() {
         env.push(("OMP_NUM_THREADS", "1".into()));
-    }
-    if unset(THREADS) {
-        env.push((THREADS, num_cores.max(1).to_string()));
     }
     env
 }

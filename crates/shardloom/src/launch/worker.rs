@@ -51,8 +51,7 @@ impl Starter<'_> {
         let failed = |e: std::io::Error| {
             Error::Config(format!("cannot start {:?} as rank {rank}: {e}", program.to_string_lossy()))
         };
-        let num_cores = if cores.is_empty() { self.shared_cores() } else { cores.len() };
-        let variables = env::of_worker(job, place, *attempt, local_rank, &logs.error_file, num_cores);
+        let variables = env::of_worker(job, place, *attempt, local_rank, &logs.error_file);
         let mut command = Command::new(program);
         command.args(&job.command[1..]).envs(variables);
         // Several ranks would fight over what is typed.
@@ -80,11 +79,6 @@ impl Starter<'_> {
         };
         std::thread::Builder::new().name("wait".into()).spawn(wait).map_err(failed)?;
         Ok(worker)
-    }
-
-    /// Threads a rank may use where cores are not divided.
-    fn shared_cores(&self) -> usize {
-        process::allowed_cores().map_or(1, |cores| cores.len()) / self.job.num_local
     }
 }
 

@@ -10,8 +10,8 @@ pub struct Launched {
     pub local_rank: usize,
     /// Ranks on this machine.
     pub local_world: usize,
-    /// host:port at which ranks meet.
-    pub address: String,
+    /// host:port at which ranks meet; none where the launcher does not say where rank 0 is.
+    pub address: Option<String>,
 }
 
 /// The variables in which one kind of launcher says who a process is.
@@ -44,6 +44,18 @@ const SLURM: Launcher = Launcher {
 impl Launched {
     pub fn from_env() -> Result<Option<Self>> {
         Self::from(|name| std::env::var(name).ok())
+    }
+
+    /// Where ranks meet; an error that says how to tell them.
+    pub fn meeting_point(&self) -> Result<&str> {
+        self.address.as_deref().ok_or_else(|| {
+            let (local, world) = (self.local_world, self.world);
+            Error::Config(format!(
+                "environment: {local} of {world} ranks are on this node, and mpirun does not say where rank 0 is: \
+                 pass its host to all, as in mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (or, in a build with \
+                 --features mpi, set device.group = \"mpi\")"
+            ))
+        })
     }
 
     fn from(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
@@ -92,7 +104,7 @@ impl Env<'_> {
         }
         let local_rank = self.number(launcher.local_rank)?.unwrap_or(rank);
         let host = match self.get("MASTER_ADDR") {
-            Some(host) => host,
+            Some(host) => Some(host),
             None => self.head(launcher, world)?,
         };
         let port = match self.number("MASTER_PORT")? {
@@ -100,7 +112,10 @@ impl Env<'_> {
                 .map_err(|_| Error::Config(format!("environment: MASTER_PORT = {port} is not a port")))?,
             None => self.port(launcher),
         };
-        let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let address = host.map(|host| match host.contains(':') {
+            true => format!("[{host}]:{port}"),
+            false => format!("{host}:{port}"),
+        });
         // Where a launcher does not say, all ranks are taken to be here; sockets must then be asked for.
         let said =
             ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"]
@@ -115,9 +130,9 @@ impl Env<'_> {
         Ok(Launched { rank, world, local_rank, local_world, address })
     }
 
-    /// The host of rank 0.
-    fn head(&self, launcher: &Launcher, world: usize) -> Result<String> {
-        let here = || Ok("127.0.0.1".to_string());
+    /// The host of rank 0, as far as the launcher says.
+    fn head(&self, launcher: &Launcher, world: usize) -> Result<Option<String>> {
+        let here = || Ok(Some("127.0.0.1".to_string()));
         match launcher.rank {
             "SLURM_PROCID" => {
                 let list = self.get("SLURM_STEP_NODELIST").or_else(|| self.get("SLURM_JOB_NODELIST"));
@@ -126,22 +141,17 @@ impl Env<'_> {
                     (Some(1), _) => here(),
                     // Tasks are numbered from the first node of the list. The launch node, where srun was
                     // called, may be none of the job's.
-                    (_, Some(list)) => first_host(&list),
-                    (_, None) => self.get("SLURM_LAUNCH_NODE_IPADDR").map_or_else(here, Ok),
+                    (_, Some(list)) => first_host(&list).map(Some),
+                    (_, None) => {
+                        self.get("SLURM_LAUNCH_NODE_IPADDR").map_or_else(here, |head| Ok(Some(head)))
+                    }
                 }
             }
             "RANK" => here(),
             _ => {
                 let local_sizes = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
                 let local = local_sizes.iter().find_map(|name| self.number(name).transpose()).transpose()?;
-                if local.is_none_or(|local| local == world) {
-                    return here();
-                }
-                let local = local.unwrap_or(world);
-                Err(Error::Config(format!(
-                    "environment: {local} of {world} ranks are on this node, and mpirun does not say where \
-                     rank 0 is: pass its host to all, as in mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
-                )))
+                if local.is_none_or(|local| local == world) { here() } else { Ok(None) }
             }
         }
     }
@@ -185,8 +195,9 @@ mod tests {
     }
 
     fn full(pairs: &[(&str, &str)]) -> (usize, usize, usize, String) {
-        let Launched { rank, world, local_rank, address, .. } = env(pairs).unwrap().unwrap();
-        (rank, world, local_rank, address)
+        let launched = env(pairs).unwrap().unwrap();
+        let address = launched.meeting_point().unwrap().to_string();
+        (launched.rank, launched.world, launched.local_rank, address)
     }
 
     #[test]
@@ -239,8 +250,9 @@ mod tests {
         let open = [("OMPI_COMM_WORLD_RANK", "2"), ("OMPI_COMM_WORLD_SIZE", "4")];
         let local = [("OMPI_COMM_WORLD_LOCAL_RANK", "0"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
         let head = [("MASTER_ADDR", "h"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2")];
-        let error = env(&[open, local].concat()).unwrap_err().to_string();
-        assert!(error.contains("MASTER_ADDR"), "{error}");
+        let scattered = env(&[open, local].concat()).unwrap().unwrap();
+        let error = scattered.meeting_point().unwrap_err().to_string();
+        assert!(error.contains("2 of 4 ranks") && error.contains("MASTER_ADDR"), "{error}");
         assert_eq!(full(&[&open[..], &local, &head].concat()), (2, 4, 0, "h:29500".into()));
         assert_eq!(full(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, 1, "127.0.0.1:29500".into()));
     }

@@ -17,6 +17,8 @@ pub fn meet(store: &Store, rank: usize, world: usize, timeout: Duration) -> Resu
         let other = String::from_utf8_lossy(&store.get(&seat(rank), timeout)?).into_owned();
         return refuse(store, format!("two processes are rank {rank}: {other} and {who}"));
     }
+    // The seat is this process's, so its end is the rank's.
+    store.stand_for(rank)?;
     store.set(&seat(rank), who.as_bytes())?;
     if store.add("world/first", 1)? == 1 {
         store.set("world/size", format!("{world} on rank {rank}").as_bytes())?;
@@ -28,9 +30,11 @@ pub fn meet(store: &Store, rank: usize, world: usize, timeout: Duration) -> Resu
     if store.add("world/came", 1)? == world as i64 {
         store.set(VERDICT, MET)?;
     }
+    let waited = std::time::Instant::now();
     match store.get(VERDICT, timeout) {
         Ok(verdict) if verdict == MET => Ok(()),
         Ok(verdict) => Err(wrong(store, &String::from_utf8_lossy(&verdict))),
+        Err(error) if waited.elapsed() < timeout => Err(error.into()),
         Err(error) => Err(missing(store, rank, world, timeout).unwrap_or(error.into())),
     }
 }
@@ -116,5 +120,22 @@ mod tests {
         for text in heard.into_iter().map(std::result::Result::unwrap_err) {
             assert!(text.contains("for rank 1 of 3") && text.contains("0.2 s"), "{text}");
         }
+    }
+
+    #[test]
+    fn who_dies_while_the_others_are_still_coming_is_named_at_once() {
+        let long = Duration::from_secs(60);
+        let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let store = comm::store::join(0, 3, &address, long).unwrap();
+        std::thread::scope(|scope| {
+            // Rank 1 takes its seat and ends; rank 2 never comes.
+            scope.spawn(|| {
+                let store = comm::store::join(1, 3, &address, long).unwrap();
+                store.add("world/claims/1", 1).unwrap();
+                store.stand_for(1).unwrap();
+            });
+            let text = meet(&store, 0, 3, long).unwrap_err().to_string();
+            assert!(text.contains("rank 1 of the job (process ") && text.contains(" has ended"), "{text}");
+        });
     }
 }

@@ -5,7 +5,8 @@ mod raw;
 mod resolve;
 
 pub use data::{DataSource, DocumentSource};
-pub use resolve::{DeviceChoice, GroupChoice, Length, LrSchedule, ModelSource, Run};
+pub(crate) use resolve::optimizer_at;
+pub use resolve::{Checkpoints, DeviceChoice, GroupChoice, Length, LrSchedule, ModelSource, Run, SavedAs};
 
 use crate::{Error, Result};
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! RUN.toml, word for word.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Raw {
     pub model: Model,
@@ -27,7 +27,7 @@ pub struct Raw {
     pub log: Log,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
     pub path: Option<String>,
@@ -37,7 +37,7 @@ pub struct Model {
     pub freeze: Vec<String>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Data {
     pub kind: String,
@@ -52,7 +52,7 @@ pub struct Data {
     pub tokenizer: Option<String>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Train {
     pub steps: Option<u64>,
@@ -67,6 +67,9 @@ pub struct Train {
     pub seed: u64,
     #[serde(default)]
     pub loss_chunk: usize,
+    /// Whether a gradient that is not a number is traced to its rank.
+    #[serde(default = "yes")]
+    pub check_gradients: bool,
 }
 
 fn one() -> f64 {
@@ -77,7 +80,7 @@ fn sharded() -> String {
     "sharded".into()
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Optimizer {
     pub kind: String,
@@ -103,7 +106,7 @@ impl Default for Optimizer {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Schedule {
     pub kind: String,
@@ -117,7 +120,7 @@ impl Default for Schedule {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
     pub compute: String,
@@ -125,16 +128,28 @@ pub struct Precision {
     pub master: String,
     pub grad: String,
     pub stochastic_rounding: bool,
+    /// The first loss scale of f16.
+    pub init_scale: f64,
+    /// Good steps after which it doubles.
+    pub scale_interval: u32,
 }
 
 impl Default for Precision {
     fn default() -> Self {
         let f32 = || "f32".to_string();
-        Precision { compute: f32(), reduce: f32(), master: f32(), grad: f32(), stochastic_rounding: false }
+        Precision {
+            compute: f32(),
+            reduce: f32(),
+            master: f32(),
+            grad: f32(),
+            stochastic_rounding: false,
+            init_scale: 65536.0,
+            scale_interval: 2000,
+        }
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shard {
     pub strategy: String,
@@ -144,7 +159,19 @@ pub struct Shard {
     pub after_forward: toml::Value,
     pub prefetch: usize,
     pub offload: toml::Value,
-    pub unit: Vec<toml::Value>,
+    pub unit: Vec<UnitRule>,
+}
+
+/// `[[shard.unit]]`
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitRule {
+    #[serde(default)]
+    pub kinds: Vec<String>,
+    /// First block, and the first that is not meant any more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<[usize; 2]>,
+    pub after_forward: toml::Value,
 }
 
 impl Default for Shard {
@@ -162,7 +189,7 @@ impl Default for Shard {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(untagged)]
 pub enum Wrap {
     Name(String),
@@ -170,7 +197,7 @@ pub enum Wrap {
     Kinds { kinds: Vec<String> },
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Recompute {
     pub mode: String,
@@ -182,7 +209,7 @@ impl Default for Recompute {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Device {
     pub kind: String,
@@ -197,10 +224,12 @@ impl Default for Device {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Checkpoint {
     pub every: u64,
+    /// Whether the last step is saved, whatever `every` is.
+    pub at_end: bool,
     pub keep: usize,
     pub background: bool,
     pub dtype: String,
@@ -208,11 +237,11 @@ pub struct Checkpoint {
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Checkpoint { every: 0, keep: 2, background: true, dtype: "master".into() }
+        Checkpoint { every: 0, at_end: true, keep: 2, background: true, dtype: "master".into() }
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Output {
     pub dir: String,
@@ -225,7 +254,7 @@ fn yes() -> bool {
     true
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
     pub every: u64,

@@ -4,7 +4,9 @@ use super::data::DataSource;
 use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
-use fsdp::{Accumulate, Keep, Precision, Strategy, Wrap};
+use fsdp::{
+    Accumulate, AfterForward, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, UnitRule, Wrap,
+};
 use std::path::PathBuf;
 use std::time::Duration;
 use tensor::models::Config;
@@ -35,6 +37,8 @@ pub enum GroupChoice {
     Shm,
     /// Processes on several machines, over sockets.
     Tcp,
+    /// Processes of an MPI, in builds with the feature `mpi`.
+    Mpi,
     Nccl,
 }
 
@@ -71,6 +75,33 @@ impl LrSchedule {
     }
 }
 
+/// In which dtype a checkpoint has the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SavedAs {
+    Master,
+    /// A run that goes on from there starts from rounded weights.
+    Compute,
+}
+
+/// When checkpoints are saved, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Checkpoints {
+    /// Steps between them; 0: only at the end.
+    pub every: u64,
+    pub at_end: bool,
+    /// How many stay; 0: all.
+    pub keep: usize,
+    pub background: bool,
+    pub dtype: SavedAs,
+}
+
+impl Checkpoints {
+    /// Whether a step, of `steps`, is saved.
+    pub fn is_due(&self, step: u64, steps: u64) -> bool {
+        (self.every > 0 && step.is_multiple_of(self.every)) || (self.at_end && step == steps)
+    }
+}
+
 /// How long a run trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Length {
@@ -98,6 +129,10 @@ pub struct Run {
     pub adamw: AdamW,
     pub lr: LrSchedule,
     pub precision: Precision,
+    /// Of f16.
+    pub loss_scale: LossScale,
+    /// Whether a gradient that is not a number is traced to its rank.
+    pub check_gradients: bool,
     pub strategy: Strategy,
     /// How many times each shard exists.
     pub replicate: usize,
@@ -105,17 +140,24 @@ pub struct Run {
     pub accumulate: Accumulate,
     pub wrap: Wrap,
     pub prefetch: usize,
+    pub after_forward: AfterForward,
+    pub units: Vec<UnitRule>,
     pub device: DeviceChoice,
     pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
     pub deterministic: bool,
     pub timeout: Duration,
+    pub checkpoint: Checkpoints,
     pub output: PathBuf,
     /// Whether the final model is written there.
     pub write_model: bool,
     pub log_every: u64,
     pub progress: bool,
     pub jsonl: bool,
+    /// Ends before its time, after this step.
+    pub stop_after: Option<u64>,
+    /// The configuration itself, defaults filled in: checkpoints take it along.
+    pub given: serde_json::Value,
 }
 
 pub(super) fn wrong<T>(what: impl Into<String>) -> Result<T> {
@@ -142,6 +184,7 @@ fn choose<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
 impl Run {
     pub(super) fn resolve(raw: Raw) -> Result<Run> {
         check_unsupported(&raw)?;
+        let given = serde_json::to_value(&raw).map_err(|e| Error::Config(e.to_string()))?;
         let (source, config_text) = model(&raw.model)?;
         let config = Config::parse(&config_text)?;
         let length = match (raw.train.steps, raw.train.epochs) {
@@ -175,6 +218,8 @@ impl Run {
             adamw: adamw(&raw.optimizer)?,
             lr: lr_schedule(&raw.optimizer, &raw.schedule)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
+            loss_scale: loss_scale(&raw.precision)?,
+            check_gradients: raw.train.check_gradients,
             strategy: strategy(&raw.shard.strategy)?,
             replicate: replicate(&raw.shard)?,
             keep: choose(
@@ -189,6 +234,8 @@ impl Run {
             )?,
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
+            after_forward: after_forward("shard.after_forward", &raw.shard.after_forward)?,
+            units: raw.shard.unit.iter().map(unit_rule).collect::<Result<_>>()?,
             device: choose(
                 "device.kind",
                 &raw.device.kind,
@@ -202,27 +249,69 @@ impl Run {
                     ("local", GroupChoice::Local),
                     ("shm", GroupChoice::Shm),
                     ("tcp", GroupChoice::Tcp),
+                    ("mpi", GroupChoice::Mpi),
                     ("nccl", GroupChoice::Nccl),
                 ],
             )?,
             deterministic: raw.device.deterministic,
             timeout: Duration::from_secs_f64(raw.device.timeout_s),
+            checkpoint: Checkpoints {
+                every: raw.checkpoint.every,
+                at_end: raw.checkpoint.at_end,
+                keep: raw.checkpoint.keep,
+                background: raw.checkpoint.background,
+                dtype: choose(
+                    "checkpoint.dtype",
+                    &raw.checkpoint.dtype,
+                    &[("master", SavedAs::Master), ("compute", SavedAs::Compute)],
+                )?,
+            },
             output: raw.output.dir.into(),
             write_model: raw.output.model,
             log_every: raw.log.every.max(1),
             progress: raw.log.sinks.iter().any(|sink| sink == "progress"),
             jsonl: raw.log.sinks.iter().any(|sink| sink == "jsonl"),
+            stop_after: None,
+            given,
         })
     }
 
     /// Tokens the loss turns at once on such a device. Enough to keep it busy with one product of the head, few enough
     /// that logits stay small whatever the batch: 128 MiB of them on the CPU, whose products of few rows would
-    /// mostly move the weight about, and 2048 rows on a GPU.
+    /// mostly move the weight about, and on a GPU 2 GiB or 8192 rows, since each chunk reads and writes the whole
+    /// gradient of the head once more.
     pub fn loss_chunk(&self, profile: Profile) -> usize {
+        let token_bytes = self.config.vocab * self.precision.compute.bytes();
         match (self.loss_chunk, profile) {
-            (0, Profile::Cpu) => ((128 << 20) / (self.config.vocab * self.precision.compute.bytes())).max(32),
-            (0, Profile::Cuda { .. }) => 2048,
+            (0, Profile::Cpu) => ((128 << 20) / token_bytes).max(32),
+            (0, Profile::Cuda { .. }) => ((2 << 30) / token_bytes).clamp(1024, 8192),
             (chunk, _) => chunk,
+        }
+    }
+
+    /// What a plan of the run goes by.
+    pub fn settings(
+        &self,
+        ranks: usize,
+        fields: Vec<Field>,
+        micro_batches: usize,
+        profile: Profile,
+    ) -> Settings {
+        Settings {
+            strategy: self.strategy,
+            replicate: self.replicate,
+            wrap: self.wrap.clone(),
+            prefetch: self.prefetch,
+            after_forward: self.after_forward,
+            units: self.units.clone(),
+            precision: self.precision,
+            micro_batches,
+            keep: self.keep,
+            accumulate: self.accumulate,
+            loss_chunk: self.loss_chunk(profile),
+            loss_scale: self.loss_scale,
+            check_gradients: self.check_gradients,
+            ..Settings::new(ranks, fields)
         }
     }
 
@@ -271,11 +360,7 @@ fn check_unsupported(raw: &Raw) -> Result<()> {
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
-    only("shard.after_forward", raw.shard.after_forward.as_str(), Some("auto"))?;
     only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
-    only("shard.unit", raw.shard.unit.len(), 0)?;
-    only("checkpoint.every", raw.checkpoint.every, 0)?;
-    only("checkpoint.dtype", raw.checkpoint.dtype.as_str(), "master")?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
@@ -325,6 +410,21 @@ fn adamw(raw: &raw::Optimizer) -> Result<AdamW> {
     Ok(AdamW { betas: raw.betas, eps: raw.eps, weight_decay: raw.weight_decay, decay })
 }
 
+/// The optimizer's settings and learning rates, of the first step and of the one after `step`, in a run as a checkpoint
+/// has it. `None` where it has none.
+pub(crate) fn optimizer_at(given: &serde_json::Value, step: u64) -> Result<Option<(AdamW, [f64; 2])>> {
+    let Some(optimizer) = given.get("optimizer") else { return Ok(None) };
+    let unreadable = |e: serde_json::Error| Error::Config(format!("the optimizer in state.json: {e}"));
+    let optimizer: raw::Optimizer = serde_json::from_value(optimizer.clone()).map_err(unreadable)?;
+    let schedule =
+        given.get("schedule").cloned().map(serde_json::from_value).transpose().map_err(unreadable)?;
+    let schedule = lr_schedule(&optimizer, &schedule.unwrap_or_default())?;
+    // The length of a run by epochs is not known here; nor is then where its schedule stands.
+    let steps = given.pointer("/train/steps").and_then(serde_json::Value::as_u64);
+    let lr = steps.map_or(optimizer.lr, |steps| schedule.lr(step + 1, steps));
+    Ok(Some((adamw(&optimizer)?, [optimizer.lr, lr])))
+}
+
 fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSchedule> {
     let shapes = [("constant", Shape::Constant), ("linear", Shape::Linear), ("cosine", Shape::Cosine)];
     let shape = choose("schedule.kind", &raw.kind, &shapes)?;
@@ -335,14 +435,24 @@ fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSche
 }
 
 fn precision(raw: &raw::Precision, optimizer: &raw::Optimizer) -> Result<Precision> {
-    let both = [("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
+    let all = [("f32", Dtype::F32), ("bf16", Dtype::Bf16), ("f16", Dtype::F16)];
+    let kept = &all[..2];
     Ok(Precision {
-        compute: choose("precision.compute", &raw.compute, &both)?,
-        reduce: choose("precision.reduce", &raw.reduce, &both)?,
-        master: choose("precision.master", &raw.master, &both)?,
-        grad: choose("precision.grad", &raw.grad, &both)?,
-        moments: choose("optimizer.state", &optimizer.state, &both)?,
+        compute: choose("precision.compute", &raw.compute, &all)?,
+        reduce: choose("precision.reduce", &raw.reduce, &all)?,
+        master: choose("precision.master", &raw.master, kept)?,
+        grad: choose("precision.grad", &raw.grad, &all)?,
+        moments: choose("optimizer.state", &optimizer.state, kept)?,
     })
+}
+
+fn loss_scale(raw: &raw::Precision) -> Result<LossScale> {
+    let LossScale { scaling, .. } = LossScale::default();
+    let init = raw.init_scale as f32;
+    if !(init > 0.0 && init.is_finite()) || raw.scale_interval == 0 {
+        return wrong("precision.init_scale must be positive, precision.scale_interval at least 1");
+    }
+    Ok(LossScale { init, scaling: Scaling { interval: raw.scale_interval, ..scaling } })
 }
 
 fn strategy(word: &str) -> Result<Strategy> {
@@ -373,6 +483,31 @@ fn replicate(raw: &raw::Shard) -> Result<usize> {
         (false, 2..) => wrong("shard.replicate goes with shard.strategy = \"hybrid\""),
         (_, replicate) => Ok(replicate),
     }
+}
+
+fn after_forward(key: &str, value: &toml::Value) -> Result<AfterForward> {
+    match value {
+        toml::Value::Integer(size) if *size > 0 => Ok(AfterForward::Group(*size as usize)),
+        toml::Value::String(word) => choose(
+            key,
+            word,
+            &[("auto", AfterForward::Auto), ("free", AfterForward::Free), ("keep", AfterForward::Keep)],
+        ),
+        other => wrong(format!("{key} = {other} is none of auto, free, keep and a number of ranks")),
+    }
+}
+
+fn unit_rule(raw: &raw::UnitRule) -> Result<UnitRule> {
+    let blocks = match raw.blocks {
+        Some([from, to]) if from >= to => {
+            return wrong(format!(
+                "shard.unit: blocks = [{from}, {to}] are none; the second number is the end"
+            ));
+        }
+        blocks => blocks.map(|[from, to]| from..to),
+    };
+    let after_forward = after_forward("shard.unit: after_forward", &raw.after_forward)?;
+    Ok(UnitRule { kinds: raw.kinds.clone(), blocks, after_forward })
 }
 
 fn wrap(raw: raw::Wrap) -> Result<Wrap> {

@@ -66,10 +66,14 @@ mod tests {
     use super::*;
 
     fn frequencies_of(scaling: &str) -> (Vec<f32>, f32) {
+        frequencies_with(32, 10000.0, scaling)
+    }
+
+    fn frequencies_with(hidden: usize, theta: f64, scaling: &str) -> (Vec<f32>, f32) {
         let text = format!(
-            r#"{{"model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 16,
+            r#"{{"model_type": "llama", "vocab_size": 10, "hidden_size": {hidden}, "intermediate_size": 16,
             "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256,
-            "rope_theta": 10000.0, "rope_scaling": {scaling}}}"#
+            "rope_theta": {theta:?}, "rope_scaling": {scaling}}}"#
         );
         let config = Config::parse(&text).unwrap();
         (frequencies(&config), config.rope_scaling.attention_factor() as f32)
@@ -106,5 +110,54 @@ mod tests {
         assert_eq!(frequencies_of(given).1, 0.5);
         let both = r#"{"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}"#;
         assert_eq!(frequencies_of(both).1, 1.0);
+    }
+
+    /// `inv_freq` and `attention_scaling` of transformers 5.22's `LlamaRotaryEmbedding`, heads of 32.
+    #[test]
+    fn yarn_has_transformers_frequencies() {
+        let text = r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}"#;
+        let (got, factor) = frequencies_with(64, 10000.0, text);
+        let want = [
+            1.0,
+            0.47799012064933777,
+            0.22135943174362183,
+            0.09780536592006683,
+            0.03999999910593033,
+            0.014058532193303108,
+            0.007905694656074047,
+            0.004445698577910662,
+            0.0024999999441206455,
+            0.0014058533124625683,
+            0.0007905694656074047,
+            0.00044456985779106617,
+            0.0002500000118743628,
+            0.00014058532542549074,
+            7.905694656074047e-05,
+            4.4456985051510856e-05,
+        ];
+        assert_close(&got, &want);
+        assert_close(&[factor], &[1.138629436111989]);
+        let text = r#"{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}"#;
+        let (got, factor) = frequencies_with(64, 1000000.0, text);
+        let want = [
+            1.0,
+            0.4216965138912201,
+            0.17782793939113617,
+            0.07498941570520401,
+            0.026088792830705643,
+            0.00866788998246193,
+            0.0026711211539804935,
+            0.0007114121108315885,
+            0.0001250000059371814,
+            5.271206100587733e-05,
+            2.2228492525755428e-05,
+            9.373678039992228e-06,
+            3.9528467823402025e-06,
+            1.6669017668391461e-06,
+            7.029266839708725e-07,
+            2.964217173939687e-07,
+        ];
+        assert_close(&got, &want);
+        assert_close(&[factor], &[1.2079441541679836]);
     }
 }

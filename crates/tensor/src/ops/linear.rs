@@ -40,6 +40,14 @@ impl Op for Linear {
         Ok(Outcome { outputs: vec![out], saved: vec![x] })
     }
 
+    /// The backward needs the input alone.
+    fn unseen(&self, cx: &Context<'_>, inputs: &[Tensor]) -> Result<Option<Outcome>> {
+        let [x] = inputs else { return Ok(None) };
+        let (rows, _) = x.rows_cols(self.name())?;
+        let out = cx.tensor([rows, self.out_cols])?;
+        Ok(Some(Outcome { outputs: vec![out], saved: vec![x.clone()] }))
+    }
+
     fn backward(
         &self,
         cx: &Context<'_>,

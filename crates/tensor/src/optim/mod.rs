@@ -20,19 +20,17 @@ pub enum Decay {
 }
 
 impl AdamW {
-    /// The scalars of step `step` (from 1), computed in f64 as PyTorch does and rounded once.
-    pub fn scalars(&self, step: u64, lr: f64, decays: bool) -> AdamWScalars {
+    /// The scalars of a step that do not depend on its number, computed in f64 as PyTorch does and rounded once.
+    /// The others are decided on the device ([`device::Judge`]).
+    pub fn scalars(&self, lr: f64, decays: bool) -> AdamWScalars {
         let [beta1, beta2] = self.betas;
-        let power = |beta: f64| beta.powf(step as f64);
         let weight_decay = if decays { self.weight_decay } else { 0.0 };
         AdamWScalars {
             keep: (1.0 - lr * weight_decay) as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
-            bias2_sqrt: (1.0 - power(beta2)).sqrt() as f32,
             eps: self.eps as f32,
-            step_size: (-lr / (1.0 - power(beta1))) as f32,
         }
     }
 }

@@ -18,6 +18,41 @@ __device__ __forceinline__ float round_to(i64 dtype, float x) {
     return dtype == F32 ? x : dtype == BF16 ? rounded<bf16>(x) : rounded<f16>(x);
 }
 
+enum Verdict { NORM, CLIP, APPLIES, BIAS2_SQRT, STEP_SIZE };
+enum Scaler { SCALE, GOOD_STEPS, SKIPPED, ENDED };
+
+// Whether the step is made, and by which factors: see `Judge`. One thread. A norm that is not a number stays
+// visible, as in PyTorch.
+extern "C" __global__ void judge(
+    const float* sum_squares, float* scaler, float* verdict, float max_norm, i64 step, double beta1, double beta2,
+    double lr, i64 scaling, float growth, float backoff, i64 interval
+) {
+    if (global_thread() != 0) return;
+    const float squares = sum_squares[0], scale = scaler[SCALE];
+    const float norm = sqrtf(squares) / scale, clip = max_norm / (norm + 1e-6f);
+    // Infinity and NaN alike leave something else than 0.
+    const bool applies = squares - squares == 0.0f && scaler[ENDED] == 0.0f;
+    if (!applies) {
+        scaler[SKIPPED] += 1.0f;
+        scaler[GOOD_STEPS] = 0.0f;
+        if (scaling) scaler[SCALE] = scale * backoff;
+        else if (scaler[ENDED] == 0.0f) scaler[ENDED] = (float)step;
+    } else if (scaling) {
+        scaler[GOOD_STEPS] += 1.0f;
+        if (scaler[GOOD_STEPS] >= (float)interval) {
+            const float grown = scale * growth;
+            if (grown - grown == 0.0f) scaler[SCALE] = grown;
+            scaler[GOOD_STEPS] = 0.0f;
+        }
+    }
+    const double t = (double)step - (double)scaler[SKIPPED], adam_step = t < 1.0 ? 1.0 : t;
+    verdict[NORM] = norm;
+    verdict[CLIP] = (max_norm == 0.0f || clip > 1.0f ? 1.0f : clip) / scale;
+    verdict[APPLIES] = applies ? 1.0f : 0.0f;
+    verdict[BIAS2_SQRT] = (float)sqrt(1.0 - pow(beta2, adam_step));
+    verdict[STEP_SIZE] = (float)(-lr / (1.0 - pow(beta1, adam_step)));
+}
+
 struct Scalars {
     float clip, keep, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size;
 };
@@ -77,8 +112,28 @@ __device__ __forceinline__ void eight(const Scalars& s, const Buffers& b, i64 i)
     }
 }
 
+// Four elements from i on, of f32 master weights: 16 bytes of each buffer that is f32.
+template <typename M, typename G, typename C>
+__device__ __forceinline__ void four(const Scalars& s, const Buffers& b, i64 i) {
+    float g[4], p[4], m[4], v[4];
+    load4((const G*)b.grad + i, g);
+    load4((const float*)b.master + i, p);
+    load4((const M*)b.moment1 + i, m);
+    load4((const M*)b.moment2 + i, v);
+#pragma unroll
+    for (int j = 0; j < 4; j++) step(s, g[j], p[j], m[j], v[j]);
+    store4((float*)b.master + i, p);
+    store4((M*)b.moment1 + i, m);
+    store4((M*)b.moment2 + i, v);
+    if (b.compute) store4((C*)b.compute + i, p);
+}
+
 template <typename P, typename M, typename G, typename C>
 __device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers& b, i64 groups) {
+    if (sizeof(P) == 4) {
+        for (i64 i = global_thread(); i < 2 * groups; i += global_threads()) four<M, G, C>(s, b, i * 4);
+        return;
+    }
     for (i64 group = global_thread(); group < groups; group += global_threads()) eight<P, M, G, C>(s, b, group * 8);
 }
 
@@ -86,11 +141,12 @@ __device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers&
 // loops of their own; the others go element by element.
 extern "C" __global__ void adamw(
     void* master, i64 master_dtype, void* moment1, i64 moment1_dtype, void* moment2, i64 moment2_dtype,
-    const void* grad, i64 grad_dtype, const float* clip, void* compute, i64 compute_dtype,
-    float keep, float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
-    float step_size, i64 n, i64 vector
+    const void* grad, i64 grad_dtype, const float* verdict, void* compute, i64 compute_dtype,
+    float keep, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, i64 n, i64 vector
 ) {
-    const Scalars s = {clip[0], keep, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size};
+    if (verdict[APPLIES] == 0.0f) return;
+    const Scalars s = {verdict[CLIP], keep, one_minus_beta1, beta2, one_minus_beta2, verdict[BIAS2_SQRT], eps,
+                       verdict[STEP_SIZE]};
     const Buffers b = {master, moment1, moment2, grad, compute};
     const bool one_moment_dtype = moment1_dtype == moment2_dtype;
     const i64 kinds = master_dtype * 1000 + moment1_dtype * 100 + grad_dtype * 10 + (compute ? compute_dtype : master_dtype);

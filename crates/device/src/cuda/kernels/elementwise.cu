@@ -44,6 +44,26 @@ FILL(float, f32)
 FILL(bf16, bf16)
 FILL(f16, f16)
 
+// Numbers around zero that no multiplier finds easy: four uniform ones added up, spread about 1.
+template <typename T> __device__ void noise(T* dst, i64 n, i64 seed) {
+    for (i64 i = global_thread(); i < n; i += global_threads()) {
+        unsigned long long z = (unsigned long long)(i + 1) * 0x9e3779b97f4a7c15ull + (unsigned long long)seed;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        z ^= z >> 31;
+        const u32 sum = (u32)(z & 0xffff) + (u32)(z >> 16 & 0xffff) + (u32)(z >> 32 & 0xffff) + (u32)(z >> 48);
+        dst[i] = from_f32<T>(((float)sum * (1.0f / 65536.0f) - 2.0f) * 1.7f);
+    }
+}
+
+#define NOISE(T, t) \
+    extern "C" __global__ void noise_##t(T* dst, i64 n, i64 seed) { \
+        noise(dst, n, seed); \
+    }
+NOISE(float, f32)
+NOISE(bf16, bf16)
+NOISE(f16, f16)
+
 #define PAIR(S, s, D, d) \
     extern "C" __global__ void cast_##s##_##d(const S* src, D* dst, i64 n, i64 vector) { \
         cast(src, dst, n, vector); \
@@ -68,10 +88,6 @@ extern "C" __global__ void reciprocal(const float* src, float* dst, i64 n) {
     }
 }
 
-// out = [norm, clip]. A norm that is not a number stays visible in both, as in PyTorch.
-extern "C" __global__ void clip_scale(const float* sum_squares, float max_norm, float* out) {
-    const float norm = sqrtf(sum_squares[0]);
-    const float clip = max_norm / (norm + 1e-6f);
-    out[0] = norm;
-    out[1] = max_norm == 0.0f ? 1.0f : (clip > 1.0f ? 1.0f : clip);
+extern "C" __global__ void multiply(const float* src, float* dst, i64 n) {
+    for (i64 i = global_thread(); i < n; i += global_threads()) dst[i] *= src[i];
 }

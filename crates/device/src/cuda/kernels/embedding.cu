@@ -68,6 +68,10 @@ __device__ void embedding_grad(
                 }
             }
         }
+        if (vector) {
+            store8(row + first, sums);
+            continue;
+        }
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const i64 c = first + j * apart;

@@ -1,8 +1,8 @@
 // What every kernel file starts with. NVRTC runs without headers, so the 16-bit floats are our own: plain
 // bits in memory, f32 in registers.
 //
-// Kernels take pointers, i64 and float arguments only: the host marshals every argument into eight bytes, and
-// with one integer type there is no width to get wrong.
+// Kernels take pointers, i64, float and double arguments only: the host marshals every argument into eight bytes,
+// and with one integer type there is no width to get wrong.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -85,6 +85,70 @@ template <typename T> __device__ __forceinline__ void store8(T* p, const float* 
     for (int i = 0; i < 8; i++) pack.values[i] = from_f32<T>(in[i]);
 #pragma unroll
     for (int i = 0; i < (int)sizeof(T) / 2; i++) reinterpret_cast<uint4*>(p)[i] = pack.raw[i];
+}
+
+template <int BYTES> struct Raw;
+template <> struct Raw<8> {
+    typedef uint2 type;
+};
+template <> struct Raw<16> {
+    typedef uint4 type;
+};
+
+// Four elements at a time: one access of 16 bytes for f32, of 8 for 16-bit types.
+template <typename T> __device__ __forceinline__ void load4(const T* p, float* out) {
+    union {
+        typename Raw<4 * sizeof(T)>::type raw;
+        T values[4];
+    } pack;
+    pack.raw = *reinterpret_cast<const typename Raw<4 * sizeof(T)>::type*>(p);
+#pragma unroll
+    for (int i = 0; i < 4; i++) out[i] = to_f32(pack.values[i]);
+}
+
+template <typename T> __device__ __forceinline__ void store4(T* p, const float* in) {
+    union {
+        typename Raw<4 * sizeof(T)>::type raw;
+        T values[4];
+    } pack;
+#pragma unroll
+    for (int i = 0; i < 4; i++) pack.values[i] = from_f32<T>(in[i]);
+    *reinterpret_cast<typename Raw<4 * sizeof(T)>::type*>(p) = pack.raw;
+}
+
+// Eight elements as they lie in memory: for loads that are to be in flight long before their values are used.
+template <typename T> struct Eight {
+    uint4 raw[sizeof(T) / 2];
+
+    __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+        for (int i = 0; i < (int)sizeof(T) / 2; i++) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    }
+
+    __device__ __forceinline__ void values(float* out) const {
+        load8(reinterpret_cast<const T*>(raw), out);
+    }
+};
+
+// The hardware's quick power of two, a few units in f32's last place off: for values that are rounded to 16 bits at
+// once, where the exact one would cost more than the memory traffic.
+__device__ __forceinline__ float quick_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define LOG2_E 1.44269504f
+
+template <typename T> __device__ __forceinline__ float exp_for(float x) {
+    return sizeof(T) == 2 ? quick_exp2(x * LOG2_E) : expf(x);
+}
+
+template <typename T> __device__ __forceinline__ float reciprocal_for(float x) {
+    if (sizeof(T) != 2) return 1.0f / x;
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 __device__ __forceinline__ i64 global_thread() {

@@ -1,16 +1,31 @@
 // Sums to one number, in two stages. The number of blocks depends on the length only, so the order of
 // additions does too. Eight elements are summed in f32, everything above that in f64.
 
+template <typename T, bool SQUARE> __device__ __forceinline__ float sum_of_eight(const Eight<T>& eight) {
+    float v[8];
+    eight.values(v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = SQUARE ? v[j] * v[j] : v[j];
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
 template <typename T, bool SQUARE>
 __device__ void partial_sums(const T* x, float* partials, i64 n, i64 vector) {
     const i64 groups = vector ? n / 8 : 0;
     double total = 0.0;
-    for (i64 i = global_thread(); i < groups; i += global_threads()) {
-        float v[8];
-        load8(x + i * 8, v);
+    i64 at = global_thread();
+    // Several loads are on their way at once.
+    for (; at + 3 * global_threads() < groups; at += 4 * global_threads()) {
+        Eight<T> eights[4];
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = SQUARE ? v[j] * v[j] : v[j];
-        total += (double)(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
+        for (int k = 0; k < 4; k++) eights[k].load(x + (at + k * global_threads()) * 8);
+#pragma unroll
+        for (int k = 0; k < 4; k++) total += (double)sum_of_eight<T, SQUARE>(eights[k]);
+    }
+    for (; at < groups; at += global_threads()) {
+        Eight<T> one;
+        one.load(x + at * 8);
+        total += (double)sum_of_eight<T, SQUARE>(one);
     }
     for (i64 i = groups * 8 + global_thread(); i < n; i += global_threads()) {
         const float v = to_f32(x[i]);
