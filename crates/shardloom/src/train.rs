@@ -84,6 +84,7 @@ impl<'a> Job<'a> {
         let Seat { rank, ranks, device, groups, saving, overhead } = seat;
         let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())
             .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
+        engine.set_seed(run.seed);
         let start = match &resumed {
             Some(resumed) => {
                 resumed.restore(&mut engine, &groups)?;
