@@ -257,6 +257,39 @@ fn hybrid_sharding_follows_pytorch() {
 }
 
 #[test]
+fn offloading_changes_no_bit() {
+    for set in [&["shard.strategy=full"][..], &["precision.compute=bf16", "train.micro_batch=1"]] {
+        let curve = |offload: &str| {
+            let out = tempfile::tempdir().unwrap();
+            let [losses, norms, peaks] = train("llama3", 2, &[set, &[offload]].concat(), out.path());
+            (losses, norms, weight(&out.path().join("model"), "lm_head.weight"), peaks[0])
+        };
+        let plain = curve("shard.offload=[]");
+        for words in ["\"all\"", "[\"moments\"]", "[\"gradients\", \"weights\"]"] {
+            let offloaded = curve(&format!("shard.offload={words}"));
+            assert_eq!((&plain.0, &plain.1, &plain.2), (&offloaded.0, &offloaded.1, &offloaded.2), "{words}");
+            // Weights of the master's dtype on the host save nothing while the master is on the device.
+            let most = if words.contains("weights") { plain.3 } else { plain.3 - 1.0 };
+            assert!(offloaded.3 <= most, "{words}: {} bytes, {} without", offloaded.3, plain.3);
+        }
+    }
+}
+
+#[test]
+fn after_forward_changes_no_bit() {
+    let curve = |set: &[&str]| {
+        let out = tempfile::tempdir().unwrap();
+        let [losses, norms, _] = train("llama31-tied", 4, set, out.path());
+        (losses, norms)
+    };
+    let plain = curve(&[]);
+    let rules = "shard.unit=[{kinds=[\"LlamaDecoderLayer\"], blocks=[1,3], after_forward=2}]";
+    for set in ["shard.after_forward=keep", "shard.after_forward=2", rules] {
+        assert_eq!(curve(&[set]), plain, "{set}");
+    }
+}
+
+#[test]
 fn a_mesh_that_does_not_come_out_is_refused() {
     let run = run("llama3", &["shard.strategy=hybrid", "shard.replicate=3"], Path::new("unused"));
     let error = shardloom::make_plan(&run, 4, device::Profile::Cpu).unwrap_err();
