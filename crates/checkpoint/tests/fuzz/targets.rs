@@ -1,9 +1,9 @@
 //! The readers, and inputs made along the structure of what they read.
 
+use crate::Target;
+use crate::made;
 use crate::mutate::{Random, blindly, digits, number};
-use crate::{Target, made};
 use checkpoint::dcp::{Checkpoint, Item, Metadata, Tensor};
-use checkpoint::manifest::MANIFEST;
 use checkpoint::safetensors::File;
 use checkpoint::{Manifest, Reader};
 use std::path::{Path, PathBuf};
@@ -96,19 +96,31 @@ impl Target for Safetensors {
     }
 }
 
-/// Manifests of a checkpoint whose files are sound.
+/// Native checkpoints, by their manifest: alone, and with the files it describes.
 struct Manifests {
     dir: tempfile::TempDir,
-    whole: Vec<u8>,
+    seed: Vec<u8>,
 }
 
 impl Manifests {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("x");
-        made::save(&made::disk(), &path, 1, 2).unwrap();
-        Manifests { whole: std::fs::read(path.join(MANIFEST)).unwrap(), dir }
+        let path = dir.path().join("c");
+        made::save(&made::disk(), &path, 3, 2).unwrap();
+        let seed = std::fs::read(path.join("manifest.json")).unwrap();
+        Manifests { dir, seed }
     }
+}
+
+/// Gives a changed manifest the checksum it should have, so that more than the checksum is tried.
+fn mend(json: &mut Vec<u8>) {
+    let key = b"\"crc32\":";
+    let Some(at) = json.windows(key.len()).rposition(|window| window == key) else { return };
+    json.truncate(at + key.len());
+    json.extend(b"0}");
+    let crc32 = crc32fast::hash(json);
+    json.truncate(at + key.len());
+    json.extend(format!("{crc32}}}").bytes());
 }
 
 impl Target for Manifests {
@@ -117,28 +129,38 @@ impl Target for Manifests {
     }
 
     fn input(&mut self, random: &mut Random) -> Vec<u8> {
-        let mut input = self.whole.clone();
-        for _ in 0..1 + random.below(3) {
-            let from = random.below(input.len());
-            digits(random, &mut input, from);
+        let mut json = self.seed.clone();
+        match random.below(3) {
+            0 => blindly(random, &mut json),
+            1 if random.one_in(4) => {
+                let (key, name) = (b"\"files\":{\"", *random.pick(&["../", "/", "a/../../", "./", "x/"]));
+                let at = json.windows(key.len()).position(|window| window == key).unwrap() + key.len();
+                json.splice(at..at, name.bytes());
+            }
+            _ => {
+                for _ in 0..=random.below(2) {
+                    let from = random.below(json.len());
+                    digits(random, &mut json, from);
+                }
+            }
         }
-        if random.one_in(4) {
-            blindly(random, &mut input);
+        if random.below(8) > 0 {
+            mend(&mut json);
         }
-        // Lies of which the checksum knows.
-        match serde_json::from_slice::<Manifest>(&input) {
-            Ok(lie) if !random.one_in(8) => lie.to_json(Path::new(MANIFEST)).unwrap(),
-            _ => input,
-        }
+        json
     }
 
     fn read(&mut self, input: &[u8]) -> bool {
-        let path = self.dir.path().join("x");
-        std::fs::write(path.join(MANIFEST), input).unwrap();
-        let Ok(reader) = Reader::open(&path) else { return false };
+        let dir = self.dir.path().join("c");
+        let path = dir.join("manifest.json");
+        let Ok(manifest) = Manifest::parse(&path, input) else { return false };
+        assert!(manifest.files.keys().all(|name| !name.contains("..") && !name.starts_with('/')));
+        std::fs::write(&path, input).unwrap();
+        let Ok(reader) = Reader::open(&dir) else { return false };
         let _ = (reader.verify(), reader.state());
         for (name, info, _) in reader.tensors() {
-            let _ = reader.read(name, 0, &mut vec![0; info.num_bytes() as usize]);
+            let mut bytes = vec![0; info.num_bytes() as usize];
+            let _ = reader.read(name, 0, &mut bytes);
         }
         let _ = reader.prove([reader.receipt()]);
         true
