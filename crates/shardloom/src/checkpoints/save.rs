@@ -45,7 +45,8 @@ pub struct Saver {
     background: bool,
     /// The last snapshot's memory, for the next.
     spare: Vec<u8>,
-    running: Option<JoinHandle<Done>>,
+    /// The save that is going on, and how long its step waited for it.
+    running: Option<(JoinHandle<Done>, Duration)>,
     /// How long steps have waited for saves since somebody asked.
     waited: Option<Duration>,
 }
@@ -114,40 +115,39 @@ impl Saver {
     }
 
     /// Saves, in the background if so configured. Every rank comes here after the same step. An earlier save is
-    /// waited for.
+    /// waited for; what the one that ended has to say is returned.
     pub fn save(&mut self, engine: &Engine, state: State, what: What) -> Result<Option<String>> {
         let started = Instant::now();
-        let said = self.wait()?;
-        let snapshot = self.place.take(engine, std::mem::take(&mut self.spare))?;
+        let earlier = self.wait()?;
+        let snapshot = self.place.take(engine, what, std::mem::take(&mut self.spare))?;
         let place = self.place.clone();
         let work = move || (place.save_all(&snapshot, &state, what), snapshot.bytes);
-        if self.background {
-            let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(work);
-            let thread =
-                thread.map_err(|e| Error::Launch(format!("starting the checkpoint's thread: {e}")))?;
-            self.running = Some(thread);
-        } else {
-            let (saved, bytes) = work();
-            self.spare = bytes;
-            *self.waited.get_or_insert_default() += started.elapsed();
-            return saved.map(Some);
-        }
+        let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(work);
+        let thread = thread.map_err(|e| Error::Launch(format!("starting the checkpoint's thread: {e}")))?;
+        self.running = Some((thread, started.elapsed()));
+        let said = if self.background { earlier } else { self.wait()? };
         *self.waited.get_or_insert_default() += started.elapsed();
         Ok(said)
     }
 
     /// Looks whether a save has ended since; what it has to say, or its failure.
     pub fn poll(&mut self) -> Result<Option<String>> {
-        if self.running.as_ref().is_some_and(|thread| thread.is_finished()) { self.wait() } else { Ok(None) }
+        let ended = self.running.as_ref().is_some_and(|(thread, _)| thread.is_finished());
+        if ended { self.wait() } else { Ok(None) }
     }
 
     /// Waits for a save that is running.
     pub fn wait(&mut self) -> Result<Option<String>> {
-        let Some(thread) = self.running.take() else { return Ok(None) };
+        let Some((thread, copied)) = self.running.take() else { return Ok(None) };
         let panicked = |_| Error::Launch("the thread that saves checkpoints panicked (see above)".into());
         let (saved, bytes) = thread.join().map_err(panicked)?;
         self.spare = bytes;
-        saved.map(Some)
+        let waited = if self.background {
+            format!("; training waited {:.1} s", copied.as_secs_f64())
+        } else {
+            String::new()
+        };
+        saved.map(|said| Some(said + &waited))
     }
 
     /// Bytes of all ranks' tensors in a checkpoint.
@@ -174,23 +174,24 @@ impl Drop for Saver {
 }
 
 impl Place {
-    /// Copies this rank's state to the host.
-    fn take(&self, engine: &Engine, mut bytes: Vec<u8>) -> Result<Snapshot> {
+    /// Copies this rank's state to the host, or its weights alone.
+    fn take(&self, engine: &Engine, what: What, mut bytes: Vec<u8>) -> Result<Snapshot> {
         let (trained, frozen): (Vec<_>, Vec<_>) =
             engine.saved_stretches().into_iter().partition(|stretch| stretch.trainable);
         let weight = if self.weights.0 == SavedAs::Master { Slot::Master } else { Slot::Compute };
+        let all = [weight, Slot::Moment1, Slot::Moment2];
+        let slots = if what.checkpoint { &all[..] } else { &all[..1] };
         let size = |slot: Slot| engine.slot_dtype(slot).bytes();
-        let each = size(weight) + size(Slot::Moment1) + size(Slot::Moment2);
+        let each: usize = slots.iter().map(|slot| size(*slot)).sum();
         let total = trained.iter().map(|stretch| stretch.len * each).sum();
         if bytes.len() != total {
             // Fresh pages, which nobody has to fill with zeros first.
             bytes = vec![0; total];
         }
-        let (mut pieces, mut end) = (Vec::with_capacity(3 * trained.len()), 0);
+        let (mut pieces, mut end) = (Vec::with_capacity(slots.len() * trained.len()), 0);
         for stretch in &trained {
             let [first, second] = moment_names(&stretch.name);
-            let slots = [(weight, stretch.name.clone()), (Slot::Moment1, first), (Slot::Moment2, second)];
-            for (slot, name) in slots {
+            for (&slot, name) in slots.iter().zip([stretch.name.clone(), first, second]) {
                 let range = end..end + stretch.len * size(slot);
                 engine.copy_slot(slot, stretch, &mut bytes[range.clone()])?;
                 end = range.end;
