@@ -49,6 +49,7 @@ programs! {
     ATTENTION_F16 = "attention_f16", "attention_shape.cu" "attention.cu", &["--define-macro=ATTENTION_F16"];
     BIAS = "bias", "bias.cu", AS_WRITTEN;
     CACHE = "cache", "cache.cu", &[];
+    DOCUMENTS = "documents", "documents.cu", &[];
     ELEMENTWISE = "elementwise", "elementwise.cu", AS_WRITTEN;
     EMBEDDING = "embedding", "embedding.cu", AS_WRITTEN;
     FLASH_BF16_64 = "flash_bf16_64", "attention_shape.cu" "tensor_cores.cu" "flash.cu", &flash!("bf16", "64");
