@@ -4,9 +4,12 @@ use super::step::{fill_unwritten, sum_scratch};
 use super::{Fixed, UnitGrad, Walk};
 use crate::layout::Span;
 use crate::{Hyper, Result};
-use device::{Buffer, Judge};
+use device::{Buffer, ByChance, Judge};
 use tensor::optim::Decay;
 use tensor::{Arena, Tensor};
+
+/// Sets a unit's rounding apart from all other random choices of a step; models count theirs from 0.
+const ROUNDING_SITE: u64 = 1 << 32;
 
 impl Walk {
     /// Squares of owned gradients, summed over ranks together with the loss; then the verdict. Of ranks that hold
@@ -53,6 +56,12 @@ impl Walk {
                 let part = |buffer: &Buffer| buffer.slice(span.start, span.len);
                 let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
                 let compute = precision.has_compute_copy().then(|| part(&shard.compute)).transpose()?;
+                // By the element's place in the unit, not in the shard.
+                let rounding = precision.stochastic_rounding.then(|| ByChance {
+                    key: self.random.key(ROUNDING_SITE + unit as u64),
+                    first: (fixed.shard_index() * fixed.plan.layout.units[unit].shard_len + span.start)
+                        as u64,
+                });
                 let args = device::AdamW {
                     master: &part(&trained.master)?,
                     moment1: &part(&trained.moments[0])?,
@@ -61,6 +70,7 @@ impl Walk {
                     verdict: &fixed.scalars.verdict,
                     compute: compute.as_ref(),
                     scalars: hyper.adamw.scalars(hyper.lr, decays),
+                    rounding,
                 };
                 fixed.device.adamw(&fixed.compute, &args)?;
             }

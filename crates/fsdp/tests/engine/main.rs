@@ -3,4 +3,5 @@
 mod after_forward;
 mod blame;
 mod harness;
+mod rounding;
 mod scaler;

@@ -6,9 +6,9 @@
 use super::contents;
 use crate::floats::encode;
 use crate::run::{Run, SavedAs};
-use crate::{Error, Result};
+use crate::{Error, Result, show};
 use checkpoint::storage::Disk;
-use checkpoint::{Draft, Dtype, Label, Plan, Receipt, Series, State, Writer, moment_names};
+use checkpoint::{Draft, Dtype, Plan, Receipt, Series, State, Writer, moment_names};
 use comm::Group;
 use fsdp::{Engine, Slot, Source, Stretch};
 use std::ops::Range;
@@ -82,6 +82,16 @@ struct Snapshot {
     /// Tensor, first byte within it, and where its bytes are.
     pieces: Vec<(String, u64, Range<usize>)>,
     frozen: Vec<Stretch>,
+}
+
+/// A folder that is to be written.
+#[derive(Clone, Copy, Debug)]
+struct Folder<'a> {
+    dir: &'a Path,
+    plan: &'a Plan,
+    state: &'a State,
+    /// Whether the state goes along.
+    resumable: bool,
 }
 
 impl Saver {
@@ -196,48 +206,39 @@ impl Place {
         let fail = |what: String| Error::Save { step, what };
         let mut said = Vec::new();
         if what.checkpoint {
-            let (path, started) = (self.series.path(step), Instant::now());
-            self.save(snapshot, &path, &self.checkpoint_plan, Some(state)).map_err(fail)?;
+            let dir = self.series.path(step);
+            let folder = Folder { dir: &dir, plan: &self.checkpoint_plan, state, resumable: true };
+            said.push(self.save(snapshot, &folder).map_err(fail)?);
             let kept = self.only_first(|| {
                 self.series.point(step)?;
                 self.series.prune(self.keep)
             });
             self.agree(kept.map(|()| vec![]), "older checkpoints removed").map_err(fail)?;
-            said.push(describe(&path, &self.checkpoint_plan, started));
         }
         if what.model {
-            let started = Instant::now();
-            self.save(snapshot, &self.model, &self.model_plan, None)
-                .map_err(|what| Error::Save { step, what })?;
-            said.push(describe(&self.model, &self.model_plan, started));
+            let folder = Folder { dir: &self.model, plan: &self.model_plan, state, resumable: false };
+            said.push(self.save(snapshot, &folder).map_err(fail)?);
         }
         Ok(said.join("\n"))
     }
 
     /// One folder: rank 0 creates its files, all write their parts, rank 0 commits. Where a rank fails, all do, and
     /// what there was before stays. The error says which rank it was, and what failed.
-    fn save(
-        &self,
-        snapshot: &Snapshot,
-        dir: &Path,
-        plan: &Plan,
-        state: Option<&State>,
-    ) -> std::result::Result<(), String> {
-        let result = self.try_save(snapshot, dir, plan, state);
+    fn save(&self, snapshot: &Snapshot, folder: &Folder<'_>) -> std::result::Result<String, String> {
+        let started = Instant::now();
+        let result = self.try_save(snapshot, folder);
         if result.is_err() && self.group.rank() == 0 {
             // Half a checkpoint is of no use, and its room may be what is missing.
-            let _ = checkpoint::recover(&**self.series.storage(), dir);
+            let _ = checkpoint::recover(&**self.series.storage(), folder.dir);
         }
-        result
+        let (seconds, bytes) = (started.elapsed().as_secs_f64(), folder.plan.data_bytes() as usize);
+        let said =
+            format!("saved {} ({}) in {seconds:.1} s", folder.dir.display(), show::bytes(bytes).trim());
+        result.map(|()| said)
     }
 
-    fn try_save(
-        &self,
-        snapshot: &Snapshot,
-        dir: &Path,
-        plan: &Plan,
-        state: Option<&State>,
-    ) -> std::result::Result<(), String> {
+    fn try_save(&self, snapshot: &Snapshot, folder: &Folder<'_>) -> std::result::Result<(), String> {
+        let Folder { dir, plan, state, resumable } = *folder;
         let storage = self.series.storage();
         let mut first = None;
         let created = self.only_first(|| {
@@ -258,12 +259,12 @@ impl Place {
         let committed = self.only_first(|| {
             let receipts = receipts.iter().map(|bytes| Receipt::from_bytes(bytes).unwrap_or_default());
             let mut plain = self.plain.clone();
-            if let Some(state) = state {
+            if resumable {
                 plain.push((State::FILE.into(), state.to_json()?));
             }
-            let step = state.map_or(0, |state| state.step);
+            let label = self.series.label(state.step, self.group.size())?;
             let draft: Draft = draft.expect("all have written");
-            draft.commit(receipts, &plain, Label::now(step, self.group.size()))
+            draft.commit(receipts, &plain, label)
         });
         self.agree(committed.map(|()| vec![]), "checkpoint committed").map(drop)
     }
@@ -321,10 +322,4 @@ impl Place {
         });
         Ok(all)
     }
-}
-
-fn describe(path: &Path, plan: &Plan, started: Instant) -> String {
-    let seconds = started.elapsed().as_secs_f64();
-    let bytes = crate::show::bytes(plan.data_bytes() as usize);
-    format!("saved {} ({}) in {seconds:.1} s", path.display(), bytes.trim())
 }
