@@ -26,8 +26,9 @@ fn on_cpu(group: Arc<dyn Group>) -> Rank {
     Rank::new(group, Arc::new(Cpu::new()))
 }
 
+/// That nobody has waited for the timeout, however busy the machine is.
 fn quick(started: Instant) {
-    assert!(started.elapsed() < Duration::from_secs(10), "took {:?}", started.elapsed());
+    assert!(started.elapsed() < LONG / 2, "took {:?}", started.elapsed());
 }
 
 #[test]
@@ -191,7 +192,7 @@ fn leaving_after_the_last_collective_harms_nobody() {
 
 #[test]
 fn a_timeout_says_who_waited_for_whom_and_what_for() {
-    let handles = local::group("shard", 4, Duration::from_millis(80));
+    let handles = local::group("shard", 4, Duration::from_secs(2));
     let two: Vec<Arc<dyn Group>> = vec![handles[0].clone(), handles[3].clone()];
     let (send, errors) = channel();
     in_threads(two, move |rank: Rank| {
@@ -201,7 +202,7 @@ fn a_timeout_says_who_waited_for_whom_and_what_for() {
     });
     for text in errors {
         assert!(text.contains("in all_reduce of grad norm in group shard"), "{text}");
-        assert!(text.contains("ranks 1, 2 did not come") && text.contains("waited 0.1 s"), "{text}");
+        assert!(text.contains("ranks 1, 2 did not come") && text.contains(" waited "), "{text}");
     }
     // Who comes late is told the same instead of waiting.
     let late = handles[1].exchange(&[], "late").unwrap_err();

@@ -66,11 +66,11 @@ fn a_mismatch_is_an_error_on_every_rank() {
 }
 
 #[test]
-fn a_killed_rank_fails_the_others_within_a_second() {
+fn a_killed_rank_fails_the_others_long_before_the_timeout() {
     match me() {
         Some(me) => processes::killed(&on_cpu(join(&me, LONG))),
         None => {
-            let test = "a_killed_rank_fails_the_others_within_a_second";
+            let test = "a_killed_rank_fails_the_others_long_before_the_timeout";
             [FAR, &[]].iter().for_each(|far| run_killed(test, far));
         }
     }
@@ -90,7 +90,7 @@ fn a_rank_killed_midway_fails_the_others_too() {
 #[test]
 fn a_timeout_names_who_is_missing() {
     match me() {
-        Some(me) => processes::timeout(&on_cpu(join(&me, Duration::from_millis(700)))),
+        Some(me) => me.timeout(&on_cpu(join(&me, processes::TIMEOUT))),
         None => [FAR, &[]].iter().for_each(|far| run("a_timeout_names_who_is_missing", 3, far)),
     }
 }
@@ -156,7 +156,7 @@ fn a_wrong_secret_is_refused() {
     let server = Store::serve_with("127.0.0.1:0", Some(b"right".to_vec())).unwrap();
     let address = server.address().to_string();
     let connect = |secret: Option<&[u8]>| {
-        Store::connect_with(&address, Duration::from_secs(1), secret.map(<[u8]>::to_vec))
+        Store::connect_with(&address, Duration::from_secs(3), secret.map(<[u8]>::to_vec))
     };
     let text = connect(Some(b"wrong")).unwrap_err().to_string();
     assert!(text.contains("refused the job's secret"), "{text}");
@@ -165,7 +165,7 @@ fn a_wrong_secret_is_refused() {
     connect(Some(b"right")).unwrap().set("a", b"b").unwrap();
     // A server without one does not understand, and says nothing.
     let open = Store::serve_with("127.0.0.1:0", None).unwrap();
-    let text = Store::connect_with(&open.address().to_string(), Duration::from_secs(1), Some(b"x".to_vec()));
+    let text = Store::connect_with(&open.address().to_string(), LONG, Some(b"x".to_vec()));
     assert!(text.unwrap_err().to_string().contains("refused the job's secret"));
 }
 
@@ -209,9 +209,12 @@ fn ip(arguments: &[&str]) -> bool {
 fn two_machines_of_two_ranks_notice_that_the_link_is_cut() {
     const TEST: &str = "two_machines_of_two_ranks_notice_that_the_link_is_cut";
     const RANK: &str = "CUT_TEST_RANK";
+    const READY: &str = "CUT_TEST_READY";
     if let Ok(rank) = std::env::var(RANK) {
-        return until_cut(rank.parse().unwrap());
+        return until_cut(rank.parse().unwrap(), &std::env::var(READY).unwrap());
     }
+    let dir = std::env::temp_dir().join(format!("shardloom cut {}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
     let Some(cable) = Cable::lay() else {
         return println!("skipped: this machine lets us make no network namespaces");
     };
@@ -221,13 +224,22 @@ fn two_machines_of_two_ranks_notice_that_the_link_is_cut() {
             .arg(std::env::current_exe().unwrap())
             .args(["--exact", TEST, "--nocapture"])
             .env(RANK, rank.to_string())
+            .env(READY, dir.join(rank.to_string()))
             .stdout(std::process::Stdio::piped())
             .stderr(std::process::Stdio::piped())
             .spawn()
             .unwrap()
     };
-    let children: Vec<_> = (0..4).map(start).collect();
-    std::thread::sleep(Duration::from_secs(3));
+    let mut children: Vec<_> = (0..4).map(start).collect();
+    // Until all have begun to work, or one has ended before its time.
+    let started = std::time::Instant::now();
+    while (0..4).any(|rank| !dir.join(rank.to_string()).exists())
+        && children.iter_mut().all(|child| child.try_wait().unwrap().is_none())
+    {
+        assert!(started.elapsed() < LONG, "the ranks do not begin");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
     assert!(ip(&["-n", &cable.ends[1], "link", "set", "cable", "down"]));
     let cut = std::time::Instant::now();
     for (rank, child) in children.into_iter().enumerate() {
@@ -242,12 +254,13 @@ fn two_machines_of_two_ranks_notice_that_the_link_is_cut() {
         // It did work before.
         assert!(out.contains("told") && !out.contains("after 0 calls"), "rank {rank}: {out}");
     }
-    assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
+    assert!(cut.elapsed() < LONG, "{:?}", cut.elapsed());
 }
 
-fn until_cut(rank: usize) {
-    let store = Arc::new(comm::store::join(rank, 4, "10.77.0.1:29577", LONG).unwrap());
-    let rank = on_cpu(tcp::join(store, "world", rank, 4, LONG).unwrap());
+fn until_cut(rank: usize, ready: &str) {
+    const PATIENCE: Duration = Duration::from_secs(300);
+    let store = Arc::new(comm::store::join(rank, 4, "10.77.0.1:29577", PATIENCE).unwrap());
+    let rank = on_cpu(tcp::join(store, "world", rank, 4, PATIENCE).unwrap());
     let buffer = rank.zeros(device::Dtype::F32, 200_000);
     for calls in 0.. {
         let done = rank.group.all_reduce(&rank.compute, &buffer, comm::Reduction::Sum, "grads");
@@ -255,6 +268,9 @@ fn until_cut(rank: usize) {
             println!("rank {} was told after {calls} calls: {error}", rank.group.rank());
             assert!(matches!(error, comm::Error::PeerLost { .. }), "{error}");
             return;
+        }
+        if calls == 3 {
+            std::fs::write(ready, "").unwrap();
         }
         std::thread::sleep(Duration::from_millis(20));
     }

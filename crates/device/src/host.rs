@@ -49,6 +49,7 @@ impl Host {
                 moment2: &moment2,
                 grad: &grad,
                 compute: compute.as_ref(),
+                rounding: args.rounding.map(|chance| chance.after(start)),
                 ..*args
             })
         });
@@ -118,6 +119,7 @@ mod tests {
                 verdict: &verdict,
                 compute: Some(&copy),
                 scalars,
+                rounding: None,
             };
             if on_host {
                 assert!(device.adamw(&compute, &args).is_err());

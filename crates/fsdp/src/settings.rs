@@ -61,6 +61,8 @@ pub struct Precision {
     pub grad: Dtype,
     /// The optimizer's moments.
     pub moments: Dtype,
+    /// Whether master weights of bf16 are rounded by chance instead of to the nearest.
+    pub stochastic_rounding: bool,
 }
 
 impl Precision {
@@ -70,6 +72,7 @@ impl Precision {
         master: Dtype::F32,
         grad: Dtype::F32,
         moments: Dtype::F32,
+        stochastic_rounding: false,
     };
 
     fn check(&self) -> Result<()> {

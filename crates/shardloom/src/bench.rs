@@ -305,7 +305,7 @@ fn gemm_rate(device: &dyn Device, dtype: Dtype, [m, n, k]: [usize; 3], times: us
     Ok(2.0 * (m * n * k) as f64 / best)
 }
 
-/// Collectives among `ranks` ranks of this machine over a group of this kind (`shm`, `tcp`, `local`), one line each:
+/// Collectives among `ranks` ranks of this machine over a group of this kind (`shm`, `tcp`, `local`, `mpi`), one line each:
 /// bytes of the whole buffer, the mean time of a call, bytes / time, and that beside a plain copy in one process.
 pub fn collectives(ranks: usize, group: &str) -> Result<()> {
     let bench = StepBench {

@@ -79,8 +79,8 @@ enum Bench {
     Collectives {
         #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
         ranks: u32,
-        /// How they talk: processes over shared memory or sockets, or threads
-        #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local"])]
+        /// How they talk: processes over shared memory, sockets or (started by mpirun) MPI, or threads
+        #[arg(long, default_value = "shm", value_parser = ["shm", "tcp", "local", "mpi"])]
         group: String,
     },
     /// Saving and loading a checkpoint, beside a plain write and read of as many bytes

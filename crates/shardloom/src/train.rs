@@ -90,6 +90,7 @@ impl<'a> Job<'a> {
         let Seat { rank, ranks, device, groups, saving, overhead } = seat;
         let mut engine = Engine::new(device, plan, self.model.clone(), groups.clone())
             .map_err(|error| show::explain_no_room(run, self.ranks, error))?;
+        engine.set_seed(run.seed);
         let fingerprint = stream.fingerprint();
         let (mut before, mut cursor) = (0, Cursor::default());
         match &resumed {

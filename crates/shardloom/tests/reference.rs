@@ -1,7 +1,9 @@
 //! Training against PyTorch's curves on the reference folders, by the same path `shardloom train` takes.
 
+mod as_pytorch;
+
+use as_pytorch::{reference, run};
 use serde_json::Value;
-use shardloom::Run;
 use std::path::{Path, PathBuf};
 
 /// Relative bounds on every step's loss and gradient norm.
@@ -10,48 +12,12 @@ const NORM: f64 = 1e-4;
 
 const CASES: [&str; 5] = ["llama3", "llama31-tied", "qwen2", "qwen3", "mistral-window"];
 
-fn reference(case: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference").join(case)
-}
-
 fn read_json(path: PathBuf) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
 fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
-}
-
-/// The run of a case as PyTorch ran it, with overrides.
-fn run(case: &str, set: &[&str], out: &Path) -> Run {
-    let dir = reference(case);
-    let text = format!(
-        r#"
-        [model]
-        path = "{dir}"
-        [data]
-        kind = "batches"
-        path = "{dir}/io.safetensors"
-        [train]
-        steps = 12
-        global_batch = 4
-        [optimizer]
-        lr = 1e-3
-        weight_decay = 0.1
-        decay = "all"
-        [device]
-        kind = "cpu"
-        timeout_s = 60
-        [output]
-        dir = "{out}"
-        [log]
-        sinks = ["jsonl"]
-        "#,
-        dir = dir.display(),
-        out = out.display()
-    );
-    let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-    Run::parse(&text, &set).unwrap()
 }
 
 /// Trains a case in a folder of its own and returns (losses, norms, peaks) of its metrics.

@@ -307,7 +307,16 @@ mod tests {
         let verdict = f32s(crate::VERDICT);
         device.write_slice(&stream, &[1.0f32, 1.0, 1.0, 0.3, -0.01], &verdict).unwrap();
         let (master, moment1, moment2, grad) = (&p, &m, &v, &y);
-        let args = AdamW { master, moment1, moment2, grad, verdict: &verdict, compute: None, scalars };
+        let args = AdamW {
+            master,
+            moment1,
+            moment2,
+            grad,
+            verdict: &verdict,
+            compute: None,
+            scalars,
+            rounding: None,
+        };
         device.adamw(&stream, &args).unwrap();
         let args = CrossEntropy {
             logits: &y,

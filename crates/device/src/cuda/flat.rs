@@ -197,6 +197,7 @@ impl Cuda {
             expect_equal_len("adamw", a.master, buffer)?;
         }
         expect("adamw", "verdict", a.verdict, Dtype::F32, VERDICT)?;
+        a.check_rounding()?;
         if n == 0 {
             return Ok(());
         }
@@ -219,6 +220,9 @@ impl Cuda {
             s.beta2,
             s.one_minus_beta2,
             s.eps,
+            a.rounding.is_some(),
+            a.rounding.map_or(0, |rounding| rounding.key) as usize,
+            a.rounding.map_or(0, |rounding| rounding.first) as usize,
             n,
             vector,
         ];

@@ -5,9 +5,12 @@ use super::step::{fill_unwritten, sum_scratch};
 use super::{Fixed, UnitGrad, Walk};
 use crate::layout::Span;
 use crate::{Hyper, Result};
-use device::{Buffer, Judge, Stream};
+use device::{Buffer, ByChance, Judge, Stream};
 use tensor::optim::Decay;
 use tensor::{Arena, Kind, Tensor};
+
+/// Sets a unit's rounding apart from all other random choices of a step; models count theirs from 0.
+const ROUNDING_SITE: u64 = 1 << 32;
 
 impl Walk {
     /// Squares of owned gradients, summed over ranks together with the loss; then the verdict. Of ranks that hold
@@ -56,7 +59,7 @@ impl Walk {
                     let grad = trained.host_grad.as_ref().expect("the host updates from its own gradients");
                     let copy = if settings.fetches() { trained.fresh.as_ref() } else { Some(&shard.compute) };
                     let copy = copy.filter(|_| settings.has_compute_copy());
-                    fixed.each_span(unit, hyper, (grad, copy, verdict), |args| worker.adamw(args))?;
+                    self.each_span(fixed, unit, hyper, (grad, copy, verdict), |args| worker.adamw(args))?;
                     self.updating[unit] = Some(worker.record()?);
                 }
                 _ => self.update_on_device(fixed, arena, unit, hyper)?,
@@ -78,28 +81,34 @@ impl Walk {
         let copy =
             settings.has_compute_copy().then(|| passing.as_ref().map_or(&shard.compute, Tensor::buffer));
         let args = (grad.buffer(), copy, &fixed.scalars.verdict);
-        fixed.each_span(unit, hyper, args, |args| fixed.device.adamw(&fixed.compute, args))?;
+        self.each_span(fixed, unit, hyper, args, |args| fixed.device.adamw(&fixed.compute, args))?;
         if let Some(passing) = &passing {
             fixed.device.transfer(&fixed.compute, passing.buffer(), &shard.compute)?;
         }
         Ok(())
     }
-}
 
-impl Fixed {
     /// Calls `update` for each span of a unit, with (gradient, copy in the compute dtype, verdict) cut to it.
     fn each_span(
         &self,
+        fixed: &Fixed,
         unit: usize,
         hyper: &Hyper,
         (grad, copy, verdict): (&Buffer, Option<&Buffer>, &Buffer),
         update: impl Fn(&device::AdamW<'_>) -> device::Result<()>,
     ) -> Result<()> {
-        let Some(trained) = &self.shards[unit].trained else { return Ok(()) };
-        for span in self.plan.layout.spans(unit, self.shard_index()) {
+        let Some(trained) = &fixed.shards[unit].trained else { return Ok(()) };
+        for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
             let part = |buffer: &Buffer| buffer.slice(span.start, span.len);
             let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
             let compute = copy.map(part).transpose()?;
+            // By the element's place in the unit, not in the shard.
+            let first = fixed.shard_index() * fixed.plan.layout.units[unit].shard_len + span.start;
+            let rounding =
+                fixed.plan.settings.precision.stochastic_rounding.then(|| ByChance {
+                    key: self.random.key(ROUNDING_SITE + unit as u64),
+                    first: first as u64,
+                });
             update(&device::AdamW {
                 master: &part(&trained.master)?,
                 moment1: &part(&trained.moments[0])?,
@@ -108,11 +117,14 @@ impl Fixed {
                 verdict,
                 compute: compute.as_ref(),
                 scalars: hyper.adamw.scalars(hyper.lr, decays),
+                rounding,
             })?;
         }
         Ok(())
     }
+}
 
+impl Fixed {
     /// Adds a unit's owned gradient to the norm, and remembers what that came to.
     pub(super) fn add_to_norm(
         &self,

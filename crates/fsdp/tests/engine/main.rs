@@ -7,4 +7,5 @@ mod gpu;
 mod hand;
 mod harness;
 mod offload;
+mod rounding;
 mod scaler;

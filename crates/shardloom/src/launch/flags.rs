@@ -290,7 +290,8 @@ impl Conf {
                 }
             }
         }
-        conf.keep_alive = seconds("keep_alive_interval", interval * attempts)?.max(Duration::from_secs(1));
+        // Nodes give a sign of life every second: who misses three of them in a row may be lost.
+        conf.keep_alive = seconds("keep_alive_interval", interval * attempts)?.max(Duration::from_secs(3));
         Ok(conf)
     }
 }

@@ -142,6 +142,8 @@ pub struct Run {
     pub adamw: AdamW,
     pub lr: LrSchedule,
     pub precision: Precision,
+    /// Decides random choices of training (rounding by chance, dropout).
+    pub seed: u64,
     /// Of f16.
     pub loss_scale: LossScale,
     /// Whether a gradient that is not a number is traced to its rank.
@@ -239,6 +241,7 @@ impl Run {
             adamw: adamw(&raw.optimizer)?,
             lr: lr_schedule(&raw.optimizer, &raw.schedule)?,
             precision: precision(&raw.precision, &raw.optimizer)?,
+            seed: raw.train.seed,
             loss_scale: loss_scale(&raw.precision)?,
             check_gradients: raw.train.check_gradients,
             strategy: strategy(&raw.shard.strategy)?,
@@ -380,10 +383,7 @@ impl Run {
 
 /// What the file may say one day and may not yet: refused, never ignored.
 fn check_unsupported(raw: &Raw) -> Result<()> {
-    // Nothing but the order of data is random yet, so any seed is honoured.
-    let _ = raw.train.seed;
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
-    only("precision.stochastic_rounding", raw.precision.stochastic_rounding, false)?;
     only("shard.tensor", raw.shard.tensor, 1)?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
@@ -466,13 +466,19 @@ fn lr_schedule(optimizer: &raw::Optimizer, raw: &raw::Schedule) -> Result<LrSche
 fn precision(raw: &raw::Precision, optimizer: &raw::Optimizer) -> Result<Precision> {
     let all = [("f32", Dtype::F32), ("bf16", Dtype::Bf16), ("f16", Dtype::F16)];
     let kept = &all[..2];
-    Ok(Precision {
+    let precision = Precision {
         compute: choose("precision.compute", &raw.compute, &all)?,
         reduce: choose("precision.reduce", &raw.reduce, &all)?,
         master: choose("precision.master", &raw.master, kept)?,
         grad: choose("precision.grad", &raw.grad, &all)?,
         moments: choose("optimizer.state", &optimizer.state, kept)?,
-    })
+        stochastic_rounding: raw.stochastic_rounding,
+    };
+    if precision.stochastic_rounding && precision.master != Dtype::Bf16 {
+        let what = "precision.stochastic_rounding = true is for precision.master = \"bf16\"; f32 weights lose nothing";
+        return wrong(what);
+    }
+    Ok(precision)
 }
 
 fn loss_scale(raw: &raw::Precision) -> Result<LossScale> {
