@@ -20,7 +20,7 @@ pub enum Error {
     NotNumbers { model: PathBuf, position: u64 },
 
     #[error("{source}. {advice}")]
-    NoRoom { source: device::Error, advice: String },
+    NoRoom { source: Box<device::Error>, advice: String },
 
     #[error("the checkpoint of step {step} was not saved: {what}")]
     Save { step: u64, what: String },

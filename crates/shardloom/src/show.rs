@@ -298,6 +298,7 @@ pub(crate) fn explain_no_room(run: &Run, ranks: usize, error: fsdp::Error) -> Er
         Some(None) if sheet.fits() == Some(false) => ". No setting tried makes it fit".into(),
         _ => String::new(),
     };
+    let source = Box::new(source);
     Error::NoRoom { source, advice: advice + "; `shardloom plan` shows what else could be changed" }
 }
 
