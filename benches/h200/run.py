@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Ours against PyTorch FSDP2 + compile on the same GPU, in one run: a table in Markdown.
 
-    benches/h200/run.py [--shardloom PATH] [--cases NAME,...] [--kernels] [--rounds N] [--out FILE]
+    benches/h200/run.py [--shardloom PATH] [--cases NAME,...] [--rounds N] [--out FILE]
 
-For each case ours runs before and after PyTorch's, so that a GPU that warms up or slows down does so for both; the
-mean of ours stands in the table, with both numbers beside it. --kernels adds ours kernel by kernel: time, rate, and
-that as a share of a bare product or copy. Needs an NVIDIA GPU; PyTorch and transformers for PyTorch's side.
+Of each case ours and PyTorch's run in turn, `--rounds` times, so that a GPU that warms up or slows down does so for
+both. Ours is also told kernel by kernel: time, rate, and that as a share of a bare product or copy (the marks between
+kernels cost it some microseconds each). Needs an NVIDIA GPU; PyTorch and transformers for PyTorch's side.
 """
 import argparse
 import datetime
@@ -35,25 +35,24 @@ def last_json(command):
     return None, done.stdout
 
 
-def ours(args, case, kernels=False):
+def ours(args, case):
     size, seq, rows, master, recompute = CASES[case]
     command = [args.shardloom, "bench", "step", "--device", "cuda", "--size", size, "--seq", seq, "--rows", rows,
-               "--compute", "bf16", "--master", master, "--steps", args.steps, "--warm-up", 3]
+               "--compute", "bf16", "--master", master, "--steps", args.steps, "--warm-up", args.warm_up, "--kernels"]
     command += ["--set", "recompute.mode=full"] if recompute else []
-    command += ["--kernels"] if kernels else []
     return last_json([str(part) for part in command])
 
 
 def theirs(args, case):
     size, seq, rows, master, recompute = CASES[case]
     command = [args.python, HERE / "torch_fsdp2.py", "--size", size, "--seq", seq, "--rows", rows,
-               "--master", master, "--steps", args.steps]
+               "--master", master, "--steps", args.steps, "--warm-up", args.warm_up]
     command += ["--recompute"] if recompute else []
     return last_json([str(part) for part in command])
 
 
-def gib(report):
-    return f"{report['peak_bytes'] / 2**30:.1f} GiB" if report else "—"
+def gib(reports):
+    return f"{reports[-1]['peak_bytes'] / 2**30:.1f} GiB" if reports else "—"
 
 
 def versions(args):
@@ -70,28 +69,27 @@ def main():
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--cases", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=1, help="PyTorch runs of each case, between ours")
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--without-torch", action="store_true")
     parser.add_argument("--out", help="also write the table here")
     args = parser.parse_args()
     rows, tables = [], []
     for case in args.cases.split(","):
-        our_reports, their_reports = [ours(args, case)[0]], []
-        for _ in range(0 if args.without_torch else args.rounds):
-            their_reports.append(theirs(args, case)[0])
-            our_reports.append(ours(args, case)[0])
-        our_reports, their_reports = [list(filter(None, reports)) for reports in (our_reports, their_reports)]
-        mean = lambda reports: sum(report["tokens_per_s"] for report in reports) / len(reports)
-        each = lambda reports: ", ".join(f"{report['tokens_per_s']:,.0f}" for report in reports)
-        us = mean(our_reports) if our_reports else float("nan")
-        them = mean(their_reports) if their_reports else float("nan")
-        rows.append(f"| {case} | {us:,.0f} ({each(our_reports)}) | {each(their_reports) or '—'} | {us / them:.3f} "
-                    f"| {gib(our_reports and our_reports[-1])} | {gib(their_reports and their_reports[-1])} |")
+        us, them, text = [], [], ""
+        for _ in range(args.rounds):
+            report, text = ours(args, case)
+            us.append(report)
+            them.append(None if args.without_torch else theirs(args, case)[0])
+        us, them = [[report for report in reports if report] for reports in (us, them)]
+        mean = lambda reports: sum(report["tokens_per_s"] for report in reports) / max(len(reports), 1)
+        each = lambda reports: ", ".join(f"{report['tokens_per_s']:,.0f}" for report in reports) or "—"
+        ratio = f"{mean(us) / mean(them):.3f}" if us and them else "—"
+        rows.append(f"| {case} | {each(us)} | {each(them)} | {ratio} | {gib(us)} | {gib(them)} |")
+        tables.append(f"\n{case}\n\n```\n{text.rsplit(chr(10) + '{', 1)[0]}\n```\n")
         print(rows[-1], flush=True)
-        if args.kernels:
-            _, text = ours(args, case, kernels=True)
-            tables.append(f"\n{case}\n\n```\n{text.rsplit(chr(10) + '{', 1)[0]}\n```\n")
+        if args.out:
+            pathlib.Path(args.out).write_text("\n".join(rows) + "\n" + "".join(tables))
     head = ["| case | ours, tokens/s | PyTorch | ratio | our peak | PyTorch's |", "|---|---|---|---|---|---|"]
     table = "\n".join([versions(args), "", *head, *rows]) + "\n" + "".join(tables)
     print("\n" + table)

@@ -1,6 +1,6 @@
 //! The checkpoints of a run: `step-000100`, `step-000200`, … and `latest`, which leads to the last one saved.
 
-use crate::manifest::Manifest;
+use crate::manifest::{Label, Manifest};
 use crate::storage::Storage;
 use crate::write::{beside, recover};
 use crate::{Error, Reader, Result};
@@ -70,6 +70,15 @@ impl Series {
             }
         }
         Ok(latest)
+    }
+
+    /// The label of one that is saved now: later than all others, whatever the clock said when they were.
+    pub fn label(&self, step: u64, ranks: usize) -> Result<Label> {
+        let mut label = Label::now(step, ranks);
+        if let Some((_, last)) = self.saved(&mut Vec::new())?.last() {
+            label.saved_unix_ms = label.saved_unix_ms.max(last.saved_unix_ms.saturating_add(1));
+        }
+        Ok(label)
     }
 
     /// Lets `latest` lead to the checkpoint of a step.

@@ -15,7 +15,7 @@ use crate::receipt::{self, Receipt, Stretch};
 use crate::safetensors::Layout;
 use crate::storage::{Storage, Target};
 use crate::{Dtype, Error, Result};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -120,7 +120,10 @@ impl Writer {
         let mut targets = Vec::new();
         for (file, _) in &draft.plan.parts {
             let path = draft.partial.join(file);
-            targets.push(draft.storage.open(&path).map_err(Error::io(&path, "open"))?);
+            targets.push(draft.storage.open(&path).map_err(|e| match e.kind() {
+                std::io::ErrorKind::NotFound => not_shared(&draft.partial, file),
+                _ => Error::io(&path, "open")(e),
+            })?);
         }
         Ok(Writer { draft, targets, written: Mutex::default(), created: false })
     }
@@ -162,6 +165,11 @@ impl Writer {
     }
 }
 
+fn not_shared(partial: &Path, file: &str) -> Error {
+    let hint = ", which another writer has made: is the folder on a file system that all of them share?";
+    Error::Missing { path: partial.to_path_buf(), key: file.to_string(), hint: hint.into() }
+}
+
 /// A checkpoint whose tensors are written, and which is not one yet.
 #[derive(Debug)]
 pub struct Draft {
@@ -181,10 +189,12 @@ impl Draft {
         label: Label,
     ) -> Result<()> {
         let mut files = self.prove(receipts)?;
+        let mut folders = BTreeSet::from([self.partial.clone()]);
         for (name, bytes) in self.plan.indices.iter().chain(plain) {
             let path = self.partial.join(name);
             if let Some(parent) = path.parent().filter(|parent| *parent != self.partial) {
                 self.storage.create_dir(parent).map_err(Error::io(parent, "create"))?;
+                folders.insert(parent.to_path_buf());
             }
             self.write_plain(&path, bytes)?;
             let (bytes, crc32) = (bytes.len() as u64, crc32fast::hash(bytes));
@@ -194,7 +204,9 @@ impl Draft {
         let json = Manifest::new(label, files).to_json(&path)?;
         Manifest::parse(&path, &json)?;
         self.write_plain(&path, &json)?;
-        self.storage.sync_dir(&self.partial).map_err(Error::io(&self.partial, "sync"))?;
+        for folder in &folders {
+            self.storage.sync_dir(folder).map_err(Error::io(folder, "sync"))?;
+        }
         self.put_in_place()
     }
 
@@ -208,8 +220,6 @@ impl Draft {
     /// this was interrupted between the two.
     fn put_in_place(&self) -> Result<()> {
         let older = beside(&self.dir, "replaced")?;
-        let parent = self.dir.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let parent = parent.unwrap_or(Path::new("."));
         if self.dir.exists() {
             self.storage.remove(&older).map_err(Error::io(&older, "remove the leftover"))?;
             self.storage.rename(&self.dir, &older).map_err(Error::io(&self.dir, "rename"))?;
@@ -219,7 +229,11 @@ impl Draft {
             let _ = self.storage.rename(&older, &self.dir);
             Error::io(&self.dir, "rename into")(e)
         })?;
-        self.storage.sync_dir(parent).map_err(Error::io(parent, "sync"))?;
+        // The folder it lies in may be as new as itself.
+        for above in self.dir.ancestors().skip(1).take(2) {
+            let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
+            self.storage.sync_dir(above).map_err(Error::io(above, "sync"))?;
+        }
         self.storage.remove(&older).map_err(Error::io(&older, "remove the older"))
     }
 

@@ -58,6 +58,14 @@ fn commit_of(ranges: &[(u64, u64)]) -> String {
 }
 
 #[test]
+fn a_writer_that_does_not_see_the_others_files_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x");
+    let text = Writer::join(disk(), &path, made::plan(&path)).unwrap_err().to_string();
+    assert!(text.contains("x.partial") && text.contains("share"), "{text}");
+}
+
+#[test]
 fn what_was_not_written_exactly_once_is_no_checkpoint() {
     assert_eq!(commit_of(&[(4, 8), (0, 3), (3, 4)]), "whole");
     for (ranges, said) in [
@@ -266,6 +274,15 @@ fn the_last_of_a_series() {
     std::thread::sleep(std::time::Duration::from_millis(2));
     save(&disk(), &series.path(10), 10, 1).unwrap();
     assert_eq!(series.latest().unwrap().path, Some(series.path(10)));
+    // Even where the clock has gone back, the next is later than all.
+    let saved = Manifest::open(&series.path(10)).unwrap().saved_unix_ms;
+    let manifest = series.path(15).join("manifest.json");
+    let honest = std::fs::read(&manifest).unwrap();
+    let mut early = Manifest::open(&series.path(15)).unwrap();
+    early.saved_unix_ms = saved + 3_600_000;
+    std::fs::write(&manifest, early.to_json(&manifest).unwrap()).unwrap();
+    assert_eq!(series.label(20, 1).unwrap().saved_unix_ms, saved + 3_600_001);
+    std::fs::write(&manifest, honest).unwrap();
     // One that is broken is passed over, and named.
     let manifest = series.path(10).join("manifest.json");
     let whole = std::fs::read(&manifest).unwrap();

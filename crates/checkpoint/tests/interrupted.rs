@@ -174,7 +174,7 @@ fn whatever_fails_the_checkpoint_before_it_loads() {
 #[test]
 fn whatever_fails_a_checkpoint_that_is_replaced_stays_or_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("step-000001");
+    let path = dir.path().join("checkpoints/step-000001");
     let mut stayed = 0;
     save(&disk(), &path, 7, 1).unwrap();
     let failures = fail_each(
@@ -186,7 +186,7 @@ fn whatever_fails_a_checkpoint_that_is_replaced_stays_or_is_replaced() {
                 7 => stayed += 1,
                 step => assert_eq!(step, 8),
             }
-            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+            assert_eq!(std::fs::read_dir(dir.path().join("checkpoints")).unwrap().count(), 1);
             save(&disk(), &path, 7, 1).unwrap();
         },
     );

@@ -1,6 +1,6 @@
 //! Times attention's kernels beside each other, and compares every element of their results with the plain one's.
 //!
-//! Usage: `attention_speed`, on a machine with a GPU. A TFLOP is counted for what queries see, whatever a kernel
+//! Usage: `attention_speed [number of a case]…`, on a machine with a GPU. A TFLOP is counted for what queries see, whatever a kernel
 //! computes beside it; a backward has 2.5 times the forward's.
 
 use device::cuda::{AttentionKernels, Cuda, Sums};
@@ -26,7 +26,9 @@ fn main() -> Outcome<()> {
     ];
     println!("{}", devices[3].1.name());
     let mut far = false;
-    for (shape, mean) in cases() {
+    let chosen = std::env::args().skip(1).map(|number| number.parse()).collect::<Result<Vec<usize>, _>>()?;
+    let wanted = |(number, _): &(usize, _)| chosen.is_empty() || chosen.contains(number);
+    for (_, (shape, mean)) in cases().into_iter().enumerate().filter(wanted) {
         let AttentionShape { rows, seq, heads, kv_heads, head_dim, window } = shape;
         println!(
             "\n{rows} × {seq}, heads {heads}/{kv_heads} of {head_dim}, bf16, window {window:?}, documents {mean:?}"
@@ -108,11 +110,15 @@ impl Case {
         let lse = device.alloc_buffer(Dtype::F32, shape.tokens() * shape.heads, "lse")?;
         let profile = device.profile();
         let bytes = profile.attention_scratch(&shape, Dtype::Bf16);
-        let grad_bytes = profile.attention_grad_scratch(&shape, Dtype::Bf16);
-        let scratch = device.alloc_buffer(Dtype::U8, bytes.max(grad_bytes), "scratch")?;
+        let grad_bytes = match starts {
+            None => profile.attention_grad_scratch(&shape, Dtype::Bf16),
+            Some(_) => profile.packed_attention_grad_scratch(&shape, Dtype::Bf16),
+        };
+        let scratch = device.alloc_buffer(Dtype::U8, bytes, "scratch")?;
+        let grad_scratch = device.alloc_buffer(Dtype::U8, grad_bytes, "scratch")?;
         let (out, lse, scratch, document_start) = (&out, &lse, &scratch, starts.as_ref());
         let forward = Attention { shape, qkv: &qkv, document_start, out, lse, scratch };
-        let (dout, dqkv) = (&dout, &dqkv);
+        let (dout, dqkv, scratch) = (&dout, &dqkv, &grad_scratch);
         let backward = AttentionGrad { shape, qkv: &qkv, document_start, out, lse, dout, dqkv, scratch };
         let forward_ms = time(&stream, || device.attention(&stream, &forward))?;
         let backward_ms = time(&stream, || device.attention_grad(&stream, &backward))?;

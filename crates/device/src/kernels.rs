@@ -598,6 +598,35 @@ pub struct AdamWScalars {
     pub eps: f32,
 }
 
+/// Rounding to bf16 by chance: up or down in proportion to how near each neighbour is, so that updates too small for
+/// bf16 add up on average instead of being lost. Element `i` is rounded by `key` and `first + i` alone: whoever owns
+/// the element gets the same answer, whatever the number of ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByChance {
+    pub key: u64,
+    /// Number of the first element among all of which `key` decides.
+    pub first: u64,
+}
+
+impl ByChance {
+    /// The same choices for a part that begins `elements` later.
+    pub const fn after(self, elements: usize) -> Self {
+        ByChance { first: self.first.wrapping_add(elements as u64), ..self }
+    }
+
+    /// A value of bf16 next to `x`. Infinities and NaN stay; nothing finite becomes infinite.
+    pub const fn round(&self, x: f32, index: usize) -> f32 {
+        const EXPONENT: u32 = 0x7f80_0000;
+        let bits = x.to_bits();
+        if bits & EXPONENT == EXPONENT {
+            return x;
+        }
+        let chance = Dropout::bits(self.key, self.first.wrapping_add(index as u64)) & 0xffff;
+        let rounded = (bits + chance) & 0xffff_0000;
+        f32::from_bits(if rounded & EXPONENT == EXPONENT { bits & 0xffff_0000 } else { rounded })
+    }
+}
+
 /// One AdamW step over a flat range, unless the verdict says no:
 /// ```text
 /// g  = grad · clip
@@ -617,6 +646,18 @@ pub struct AdamW<'a> {
     /// Where the next step's compute weights go, when they are not the master itself.
     pub compute: Option<&'a Buffer>,
     pub scalars: AdamWScalars,
+    /// How master weights of bf16 are rounded; to the nearest where it is None.
+    pub rounding: Option<ByChance>,
+}
+
+impl AdamW<'_> {
+    /// Fails unless rounding by chance is asked of bf16 alone.
+    pub fn check_rounding(&self) -> Result<()> {
+        match (self.rounding, self.master.dtype()) {
+            (None, _) | (Some(_), Dtype::Bf16) => Ok(()),
+            (Some(_), dtype) => Err(Error::Unsupported { op: "adamw with rounding by chance", dtype }),
+        }
+    }
 }
 
 /// What a step computes with. Implemented once per device.

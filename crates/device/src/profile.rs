@@ -3,7 +3,7 @@
 //! The memory plan is made on the null device, before the real one exists, so these are plain functions of
 //! shapes that both obey: a kernel that would need more than its profile says is not used.
 
-use crate::cuda::cudnn::{QuerySum, backward_scratch};
+use crate::cuda::cudnn::{QuerySum, backward_scratch, packed_backward_scratch};
 use crate::{AttentionShape, Dtype};
 
 /// What the attention's backward may take to sum in a fixed order; with less it runs in more parts.
@@ -73,5 +73,15 @@ impl Profile {
         let row_sums = shape.tokens() * shape.heads * 4;
         let query_sum = if deterministic { QuerySum::Ordered } else { QuerySum::Atomic };
         row_sums.max(backward_scratch(shape, dtype, query_sum, MAX_ATTENTION_SCRATCH_BYTES))
+    }
+
+    /// The same where rows hold several documents. In a fixed order only our own kernel takes those.
+    pub fn packed_attention_grad_scratch(self, shape: &AttentionShape, dtype: Dtype) -> usize {
+        let row_sums = shape.tokens() * shape.heads * 4;
+        match self {
+            Profile::Cpu => 0,
+            Profile::Cuda { deterministic: true } => row_sums,
+            Profile::Cuda { deterministic: false } => row_sums.max(packed_backward_scratch(shape, dtype)),
+        }
     }
 }

@@ -14,6 +14,7 @@ use device::cuda::{self, Cuda, Sums};
 use device::{Device, Dtype, Profile, Role, cpu::Cpu};
 use fsdp::Groups;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// One rank's place: which it is, its device, and whom it works with.
 #[derive(Clone, Debug)]
@@ -175,7 +176,8 @@ fn on_mpi(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()>) -> Result<
     }
     let groups = grid(run, rank, ranks, |name, members| Ok(mpi.join(name, members, run.timeout)?))?;
     let world = groups.world.clone();
-    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), run.timeout)?;
+    let timeout = run.timeout.max(SAVING_TIMEOUT);
+    let saving = mpi.join("checkpoints", &(0..ranks).collect::<Vec<_>>(), timeout)?;
     body(Seat { rank, ranks, device: Arc::new(Cpu::new()), groups, saving, overhead: None })?;
     world.barrier("the end")?;
     mpi.finish();
@@ -197,12 +199,15 @@ fn joined(run: &Run, launched: &Launched) -> Result<Arc<Store>> {
     Ok(store)
 }
 
+/// How long ranks wait for each other's disks at least. One that has died is noticed at once all the same.
+const SAVING_TIMEOUT: Duration = Duration::from_secs(3600);
+
 /// The ranks of several processes once more, on the host.
 fn saving(run: &Run, launched: &Launched, store: &Arc<Store>) -> Result<Arc<dyn Group>> {
     let Launched { rank, world, local_world, .. } = *launched;
     let over_sockets = run.group == GroupChoice::Tcp || local_world < world;
     let join = if over_sockets { comm::tcp::join } else { comm::shm::join };
-    Ok(join(store.clone(), "checkpoints", rank, world, run.timeout)?)
+    Ok(join(store.clone(), "checkpoints", rank, world, run.timeout.max(SAVING_TIMEOUT))?)
 }
 
 /// A rank's groups in a grid of `replicate` rows, a unit being divided among the ranks of a row. `join` is given a
@@ -261,7 +266,7 @@ fn on_threads(run: &Run, ranks: usize, body: impl Fn(Seat) -> Result<()> + Sync)
         return body(alone(Arc::new(Cpu::new())));
     }
     let groups = local_groups(run, ranks)?.into_iter();
-    let saving = comm::local::group("checkpoints", ranks, run.timeout);
+    let saving = comm::local::group("checkpoints", ranks, run.timeout.max(SAVING_TIMEOUT));
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = groups
             .zip(saving)

@@ -170,6 +170,12 @@ fn a_job_that_is_killed_and_started_again_and_again_trains_as_if_nothing_had_hap
     ];
     let tcp = [&args[..], &["--set", "device.group=\"tcp\""]].concat();
     finished(&command(&whole, &args).output().unwrap());
+    // The wait for a checkpoint is in the line after it.
+    let lines = std::fs::read_to_string(whole.join("metrics.jsonl")).unwrap();
+    for (line, step) in lines.lines().zip(1u64..) {
+        let waited = serde_json::from_str::<Value>(line).unwrap()["checkpoint_wait_ms"].as_f64();
+        assert_eq!(waited.is_some(), step % 3 == 1 && step > 1, "{line}");
+    }
     let metrics = broken.join("metrics.jsonl");
     let lines = || std::fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
     for kill in 0..4 {

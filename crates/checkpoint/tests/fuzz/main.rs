@@ -5,6 +5,8 @@
 //! `SHARDLOOM_FUZZ_S=60 SHARDLOOM_FUZZ_SEED=1 cargo test -p checkpoint --test fuzz -- --nocapture`.
 //! The same seed gives the same inputs in the same order. An input that fails is kept, and its path printed.
 
+#[path = "../made/mod.rs"]
+mod made;
 mod memory;
 mod mutate;
 mod targets;

@@ -1,14 +1,17 @@
 //! The readers, and inputs made along the structure of what they read.
 
 use crate::Target;
+use crate::made;
 use crate::mutate::{Random, blindly, digits, number};
 use checkpoint::dcp::{Checkpoint, Item, Metadata, Tensor};
 use checkpoint::safetensors::File;
+use checkpoint::{Manifest, Reader};
 use std::path::{Path, PathBuf};
 
 pub fn all() -> Vec<Box<dyn Target>> {
     vec![
         Box::new(Safetensors::new()),
+        Box::new(Manifests::new()),
         Box::new(Pickles::new()),
         Box::new(Blobs::new()),
         Box::new(Folders::new()),
@@ -89,6 +92,77 @@ impl Target for Safetensors {
             let bytes = file.read(name).unwrap();
             assert_eq!(bytes.len(), elements * info.dtype.bytes(), "{name}");
         }
+        true
+    }
+}
+
+/// Native checkpoints, by their manifest: alone, and with the files it describes.
+struct Manifests {
+    dir: tempfile::TempDir,
+    seed: Vec<u8>,
+}
+
+impl Manifests {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        made::save(&made::disk(), &path, 3, 2).unwrap();
+        let seed = std::fs::read(path.join("manifest.json")).unwrap();
+        Manifests { dir, seed }
+    }
+}
+
+/// Gives a changed manifest the checksum it should have, so that more than the checksum is tried.
+fn mend(json: &mut Vec<u8>) {
+    let key = b"\"crc32\":";
+    let Some(at) = json.windows(key.len()).rposition(|window| window == key) else { return };
+    json.truncate(at + key.len());
+    json.extend(b"0}");
+    let crc32 = crc32fast::hash(json);
+    json.truncate(at + key.len());
+    json.extend(format!("{crc32}}}").bytes());
+}
+
+impl Target for Manifests {
+    fn name(&self) -> &'static str {
+        "manifest"
+    }
+
+    fn input(&mut self, random: &mut Random) -> Vec<u8> {
+        let mut json = self.seed.clone();
+        match random.below(3) {
+            0 => blindly(random, &mut json),
+            1 if random.one_in(4) => {
+                let (key, name) = (b"\"files\":{\"", *random.pick(&["../", "/", "a/../../", "./", "x/"]));
+                let at = json.windows(key.len()).position(|window| window == key).unwrap() + key.len();
+                json.splice(at..at, name.bytes());
+            }
+            _ => {
+                for _ in 0..=random.below(2) {
+                    let from = random.below(json.len());
+                    digits(random, &mut json, from);
+                }
+            }
+        }
+        if random.below(8) > 0 {
+            mend(&mut json);
+        }
+        json
+    }
+
+    fn read(&mut self, input: &[u8]) -> bool {
+        let dir = self.dir.path().join("c");
+        let path = dir.join("manifest.json");
+        let Ok(manifest) = Manifest::parse(&path, input) else { return false };
+        assert!(manifest.files.keys().all(|name| !name.contains("..") && !name.starts_with('/')));
+        std::fs::write(&path, input).unwrap();
+        let Ok(reader) = Reader::open(&dir) else { return false };
+        let _ = (reader.verify(), reader.state());
+        for (name, info, _) in reader.tensors() {
+            let mut bytes = vec![0; info.num_bytes() as usize];
+            let _ = reader.read(name, 0, &mut bytes);
+        }
+        let _ = reader.prove([reader.receipt()]);
         true
     }
 }

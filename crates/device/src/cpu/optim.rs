@@ -3,7 +3,7 @@
 use super::check;
 use super::elementwise::{load_from, store_to};
 use super::float::simd;
-use crate::{AdamW, AdamWScalars, Buffer, Dtype, Judge, Result, SCALER, Stream, VERDICT};
+use crate::{AdamW, AdamWScalars, Buffer, ByChance, Dtype, Judge, Result, SCALER, Stream, VERDICT};
 
 /// Elements stepped at a time: five f32 runs that stay in the first-level cache.
 const CHUNK: usize = 1024;
@@ -67,6 +67,7 @@ pub struct Step {
     verdict: Buffer,
     compute: Option<Buffer>,
     scalars: AdamWScalars,
+    rounding: Option<ByChance>,
 }
 
 /// What one element's step takes beside the element.
@@ -80,7 +81,8 @@ struct Factors {
 
 impl Step {
     pub fn new(args: &AdamW<'_>) -> Result<Self> {
-        let AdamW { master, moment1, moment2, grad, verdict, compute, scalars } = *args;
+        let AdamW { master, moment1, moment2, grad, verdict, compute, scalars, rounding } = *args;
+        args.check_rounding()?;
         for buffer in [Some(moment1), Some(moment2), Some(grad), compute].into_iter().flatten() {
             check::float(OP, buffer)?;
             check::same_len(OP, master, buffer)?;
@@ -95,6 +97,7 @@ impl Step {
             verdict: verdict.clone(),
             compute: compute.cloned(),
             scalars,
+            rounding,
         })
     }
 
@@ -120,6 +123,9 @@ impl Step {
             load_from(&self.moment2, start, v)?;
             load_from(&self.grad, start, g)?;
             step(p, m, v, g, &factors);
+            if let Some(rounding) = self.rounding {
+                p.iter_mut().enumerate().for_each(|(i, p)| *p = rounding.round(*p, start + i));
+            }
             store_to(&self.master, start, p)?;
             store_to(&self.moment1, start, m)?;
             store_to(&self.moment2, start, v)?;

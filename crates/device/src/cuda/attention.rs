@@ -1,14 +1,19 @@
 //! Attention: cuDNN's where it is there and takes the shape, our own on the tensor cores (`flash`), and the plain
 //! kernel that always can.
 
+use super::cudnn::{DocumentTable, PackedLayout};
 use super::device::{Cuda, aligned, expect, float};
 use super::module::{Arg, Launch, args};
-use super::nvrtc::{ATTENTION_BF16, ATTENTION_F16, ATTENTION_F32, CACHE, Program};
+use super::nvrtc::{ATTENTION_BF16, ATTENTION_F16, ATTENTION_F32, CACHE, DOCUMENTS, Program};
 use super::stream::Stream;
-use crate::{Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result};
+use crate::{
+    Attention, AttentionCached, AttentionGrad, AttentionShape, Buffer, Device, Dtype, Error, Profile, Result,
+};
 
 /// Threads of a block in `attention.cu`.
 const BLOCK: usize = 256;
+/// Threads of the block of `documents.cu`.
+const DOCUMENT_THREADS: usize = 1024;
 /// A grid's second side ends here.
 pub(super) const MAX_TILES: usize = 65_535;
 
@@ -32,8 +37,7 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        let done = self.cudnn().map_or(Ok(false), |cudnn| cudnn.forward(stream.handle(), a))?
-            || self.has_flash() && self.flash(stream, a)?;
+        let done = self.attention_cudnn(stream, a)? || self.has_flash() && self.flash(stream, a, 0)?;
         if done { Ok(()) } else { self.attention_plain(stream, a, dtype) }
     }
 
@@ -48,8 +52,8 @@ impl Cuda {
         if a.shape.tokens() == 0 {
             return Ok(());
         }
-        let done = self.cudnn().map_or(Ok(false), |cudnn| cudnn.backward(stream.handle(), a))?
-            || self.has_flash() && self.flash_grad(stream, a)?;
+        let done =
+            self.attention_grad_cudnn(stream, a)? || self.has_flash() && self.flash_grad(stream, a, 0)?;
         if done { Ok(()) } else { self.attention_grad_plain(stream, a, dtype) }
     }
 
@@ -81,6 +85,83 @@ impl Cuda {
         values.extend(args![s.window.unwrap_or(0), s.scale()]);
         let name = format!("attention_cached_{dtype}");
         self.launch(stream, &CACHE, &name, Launch::new(s.tokens() * s.heads, BLOCK), &values)
+    }
+
+    /// cuDNN's, if it takes the shape. Documents beyond those it has room for are done by `flash`.
+    fn attention_cudnn(&self, stream: &Stream, a: &Attention<'_>) -> Result<bool> {
+        let Some(cudnn) = self.cudnn() else { return Ok(false) };
+        let Some(starts) = a.document_start else { return cudnn.forward(stream.handle(), a) };
+        if !self.flash_takes(&a.shape, a.qkv.dtype(), &[a.qkv, a.out]) {
+            return Ok(false);
+        }
+        let Some((table, scratch)) = self.document_table(stream, &a.shape, starts, a.scratch)? else {
+            return Ok(false);
+        };
+        let a = Attention { scratch: &scratch, ..*a };
+        Ok(cudnn.forward_of(stream.handle(), &a, Some(&table))? && self.flash(stream, &a, table.done)?)
+    }
+
+    fn attention_grad_cudnn(&self, stream: &Stream, a: &AttentionGrad<'_>) -> Result<bool> {
+        let Some(cudnn) = self.cudnn() else { return Ok(false) };
+        let Some(starts) = a.document_start else { return cudnn.backward(stream.handle(), a) };
+        // In a fixed order, cuDNN has no room for documents.
+        if self.profile() == (Profile::Cuda { deterministic: true })
+            || !self.flash_takes(&a.shape, a.qkv.dtype(), &[a.qkv, a.out, a.dout, a.dqkv])
+        {
+            return Ok(false);
+        }
+        let Some((table, scratch)) = self.document_table(stream, &a.shape, starts, a.scratch)? else {
+            return Ok(false);
+        };
+        let (a, layout) =
+            (AttentionGrad { scratch: &scratch, ..*a }, PackedLayout::new(&a.shape, a.qkv.dtype()));
+        if scratch.num_bytes() < layout.workspace {
+            return Ok(false);
+        }
+        let ([k, v], [dk, dv]) = (keys_and_values(a.qkv, &a.shape), keys_and_values(a.dqkv, &a.shape));
+        let at = scratch.address();
+        self.copy_keys(stream, &a, KeyCopy::Out([k, v], [at + layout.k, at + layout.v]))?;
+        if !cudnn.backward_of(stream.handle(), &a, &table)? {
+            return Ok(false);
+        }
+        self.copy_keys(stream, &a, KeyCopy::In([at + layout.dk, at + layout.dv], [dk, dv]))?;
+        self.flash_grad(stream, &a, table.done)
+    }
+
+    /// Copies what belongs to every token's keys and values.
+    fn copy_keys(&self, stream: &Stream, a: &AttentionGrad<'_>, copy: KeyCopy) -> Result<()> {
+        let pieces = |cols: usize| cols * a.qkv.dtype().bytes() / 16;
+        let (width, inside) = (pieces(a.shape.kv_heads * a.shape.head_dim), pieces(a.shape.qkv_cols()));
+        let (from, from_stride, to, to_stride) = match copy {
+            KeyCopy::Out(from, to) => (from, inside, to, width),
+            KeyCopy::In(from, to) => (from, width, to, inside),
+        };
+        let (rows, blocks) = (a.shape.tokens(), self.context.multiprocessors as usize * 8);
+        let values = args![from[0], from[1], from_stride, to[0], to[1], to_stride, width, rows];
+        self.launch(stream, &DOCUMENTS, "copy_two", Launch::new(blocks, BLOCK), values)
+    }
+
+    /// Writes a table of the documents into the scratch; returns it and the rest of the scratch. None where cuDNN
+    /// takes no documents (it does on Hopper and the Blackwell of servers), or the scratch is too small.
+    fn document_table(
+        &self,
+        stream: &Stream,
+        s: &AttentionShape,
+        starts: &Buffer,
+        scratch: &Buffer,
+    ) -> Result<Option<(DocumentTable, Buffer)>> {
+        let (bytes, room) = (DocumentTable::bytes(s), scratch.num_bytes());
+        if !(90..110).contains(&self.context.arch) || room < bytes || !aligned(&[scratch]) {
+            return Ok(None);
+        }
+        let rest = scratch.cast_bits(Dtype::U8)?.slice(bytes, room - bytes)?;
+        let table = DocumentTable::new(s, scratch.address());
+        let DocumentTable { cap, first, lengths, qkv, out, kv, lse, done } = table;
+        let mut values = args![starts, first, lengths, qkv, out, kv, lse, done].to_vec();
+        let kv_cols = s.kv_heads * s.head_dim;
+        values.extend(args![s.rows, s.seq, s.heads, cap, s.qkv_cols(), s.out_cols(), kv_cols]);
+        self.launch(stream, &DOCUMENTS, "document_table", Launch::new(1, DOCUMENT_THREADS), &values)?;
+        Ok(Some((table, rest)))
     }
 
     /// Tiles in shared memory, f32 inside; needs no scratch. Arguments have been checked.
@@ -119,6 +200,20 @@ impl Cuda {
         }
         Ok(())
     }
+}
+
+/// A copy of two tensors, k and v or their gradients, by the addresses of their first elements.
+enum KeyCopy {
+    /// From a buffer of q ‖ k ‖ v to where they are alone.
+    Out([usize; 2], [usize; 2]),
+    /// The other way.
+    In([usize; 2], [usize; 2]),
+}
+
+/// Addresses of the first key and value in a buffer of q ‖ k ‖ v.
+fn keys_and_values(qkv: &Buffer, shape: &AttentionShape) -> [usize; 2] {
+    let head = shape.head_dim * qkv.dtype().bytes();
+    [shape.heads, shape.heads + shape.kv_heads].map(|heads| qkv.address() + heads * head)
 }
 
 fn program(dtype: Dtype) -> &'static Program {

@@ -8,7 +8,7 @@ use super::nvrtc::{
     FLASH_F16_128, Program,
 };
 use super::stream::Stream;
-use crate::{Attention, AttentionGrad, AttentionShape, Dtype, Result};
+use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Result};
 
 /// Sizes in `flash.cu`: rows of its tiles, threads of its blocks.
 const QUERIES: usize = 128;
@@ -20,9 +20,14 @@ const KEY_THREADS: usize = 256;
 const ROW_SUM_THREADS: usize = 256;
 
 impl Cuda {
+    /// Whether these kernels take a shape.
+    pub(super) fn flash_takes(&self, shape: &AttentionShape, dtype: Dtype, buffers: &[&Buffer]) -> bool {
+        aligned(buffers) && Kernels::take(shape, dtype, self.context.max_shared_bytes).is_some()
+    }
+
     /// Issues the forward. False: these kernels do not take it, and nothing was issued. Arguments have been
-    /// checked.
-    pub(super) fn flash(&self, stream: &Stream, a: &Attention<'_>) -> Result<bool> {
+    /// checked. `done`: the address of an i32, the first token that nobody has done yet; none, if 0.
+    pub(super) fn flash(&self, stream: &Stream, a: &Attention<'_>, done: usize) -> Result<bool> {
         let s = &a.shape;
         let Some(kernels) = Kernels::take(s, a.qkv.dtype(), self.context.max_shared_bytes) else {
             return Ok(false);
@@ -30,7 +35,7 @@ impl Cuda {
         if !aligned(&[a.qkv, a.out]) {
             return Ok(false);
         }
-        let mut values = args![a.qkv, a.document_start, a.out, a.lse].to_vec();
+        let mut values = args![a.qkv, a.document_start, a.out, a.lse, done].to_vec();
         values.extend(shape_args(s));
         let launch = kernels.queries(s, kernels.forward_bytes());
         self.launch(stream, kernels.program, &kernels.name("flash"), launch, &values)?;
@@ -39,7 +44,7 @@ impl Cuda {
 
     /// As [`Cuda::flash`]: row sums of `dout · out` into the scratch, then a kernel for the queries' gradient and
     /// one for the keys' and values', so that no two blocks add to the same place.
-    pub(super) fn flash_grad(&self, stream: &Stream, a: &AttentionGrad<'_>) -> Result<bool> {
+    pub(super) fn flash_grad(&self, stream: &Stream, a: &AttentionGrad<'_>, done: usize) -> Result<bool> {
         let s = &a.shape;
         let Some(kernels) = Kernels::take(s, a.qkv.dtype(), self.context.max_shared_bytes) else {
             return Ok(false);
@@ -50,11 +55,11 @@ impl Cuda {
         let sums = row_sums("attention_grad", a)?;
         let items = s.tokens() * s.heads;
         let blocks = items.div_ceil(ROW_SUM_THREADS / 16).min(self.context.multiprocessors as usize * 32);
-        let values = args![a.out, a.dout, &sums, s.tokens(), s.seq, s.heads, s.head_dim];
+        let values = args![a.out, a.dout, &sums, done, s.tokens(), s.seq, s.heads, s.head_dim];
         let name = kernels.name("flash_row_sums");
         self.launch(stream, kernels.program, &name, Launch::new(blocks, ROW_SUM_THREADS), values)?;
 
-        let mut values = args![a.qkv, a.document_start, a.lse, a.dout, &sums, a.dqkv].to_vec();
+        let mut values = args![a.qkv, a.document_start, a.lse, a.dout, &sums, a.dqkv, done].to_vec();
         values.extend(shape_args(s));
         let launch = kernels.queries(s, kernels.query_grad_bytes());
         self.launch(stream, kernels.program, &kernels.name("flash_query_grad"), launch, &values)?;
@@ -105,8 +110,8 @@ impl Kernels {
     }
 
     fn forward_bytes(&self) -> usize {
-        let keys = if self.head_dim > 80 { 32 } else { 64 };
-        (QUERIES + 2 * keys) * self.row_bytes()
+        let keys = if self.head_dim > 96 { 32 } else { 64 };
+        (QUERIES + 4 * keys) * self.row_bytes()
     }
 
     fn query_grad_bytes(&self) -> usize {

@@ -10,6 +10,7 @@ use crate::{
     Scaling, VERDICT,
 };
 use cudarc::driver::sys;
+use std::sync::atomic::Ordering;
 
 const BLOCK: usize = 256;
 /// Elements a thread takes at a time, where alignment allows.
@@ -67,6 +68,7 @@ impl Cuda {
         if src.overlaps(dst) {
             return Err(Error::argument("copy", "source and destination overlap"));
         }
+        self.copies.on_device.fetch_add(src.num_bytes(), Ordering::Relaxed);
         self.context.enter()?;
         let (to, from) = (dst.address() as sys::CUdeviceptr, src.address() as sys::CUdeviceptr);
         // SAFETY: both are `src.num_bytes()` long and apart; the stream lives.
@@ -195,6 +197,7 @@ impl Cuda {
             expect_equal_len("adamw", a.master, buffer)?;
         }
         expect("adamw", "verdict", a.verdict, Dtype::F32, VERDICT)?;
+        a.check_rounding()?;
         if n == 0 {
             return Ok(());
         }
@@ -217,6 +220,9 @@ impl Cuda {
             s.beta2,
             s.one_minus_beta2,
             s.eps,
+            a.rounding.is_some(),
+            a.rounding.map_or(0, |rounding| rounding.key) as usize,
+            a.rounding.map_or(0, |rounding| rounding.first) as usize,
             n,
             vector,
         ];

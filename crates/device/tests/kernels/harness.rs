@@ -38,12 +38,13 @@ pub fn beds() -> Vec<Bed> {
     devices().into_iter().map(Bed::new).collect()
 }
 
-/// One more where there is a GPU, with the plain attention alone.
+/// Two more where there is a GPU: with the plain attention alone, and with sums in whatever order is fastest.
 pub fn attention_beds() -> Vec<Bed> {
     let mut beds = beds();
     if device::cuda::present().is_ok() {
-        let cuda = Cuda::open(0, Sums::Ordered).expect("a GPU that is present opens");
-        beds.push(Bed::new(Arc::new(cuda.with_attention(AttentionKernels::Plain))));
+        let open = |sums| Cuda::open(0, sums).expect("a GPU that is present opens");
+        beds.push(Bed::new(Arc::new(open(Sums::Ordered).with_attention(AttentionKernels::Plain))));
+        beds.push(Bed::new(Arc::new(open(Sums::Fastest))));
     }
     beds
 }

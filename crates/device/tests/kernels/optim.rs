@@ -1,5 +1,5 @@
 use super::harness::{Bed, Random, Tolerance, beds, round, twice};
-use device::{AdamW, AdamWScalars, Dtype, Judge, Profile, SCALER, Scaling, VERDICT};
+use device::{AdamW, AdamWScalars, ByChance, Dtype, Error, Judge, Profile, SCALER, Scaling, VERDICT};
 
 const LEN: usize = 2 * 1024 + 77;
 const CLIP: f32 = 0.37;
@@ -73,6 +73,7 @@ fn case(bed: &Bed, state: Dtype, grad_dtype: Dtype, compute_dtype: Option<Dtype>
             verdict: &verdict.buffer,
             compute: compute_dtype.map(|_| &compute),
             scalars,
+            rounding: None,
         };
         bed.device.adamw(&bed.stream, &args).unwrap();
         let copy = if compute_dtype.is_some() { bed.read(&compute) } else { vec![] };
@@ -101,6 +102,72 @@ fn case(bed: &Bed, state: Dtype, grad_dtype: Dtype, compute_dtype: Option<Dtype>
     }
 }
 
+/// Weights of bf16 after one step by a gradient of 1, from all the same weight, rounded by chance.
+fn by_chance(bed: &Bed, weight: f64, lr: f64, rounding: ByChance, len: usize) -> Vec<f64> {
+    let [p, m, v, grad] = [weight, 0.0, 0.0, 1.0].map(|value| bed.input(Dtype::Bf16, &vec![value; len]));
+    // So that a step is lr exactly: m = 1/2, v = 1/4, no decay.
+    let scalars =
+        AdamWScalars { keep: 1.0, one_minus_beta1: 0.5, beta2: 0.75, one_minus_beta2: 0.25, eps: 0.0 };
+    let verdict = bed.input(Dtype::F32, &[1.0, 1.0, 1.0, 0.5, -2.0 * lr]);
+    let args = AdamW {
+        master: &p.buffer,
+        moment1: &m.buffer,
+        moment2: &v.buffer,
+        grad: &grad.buffer,
+        verdict: &verdict.buffer,
+        compute: None,
+        scalars,
+        rounding: Some(rounding),
+    };
+    bed.device.adamw(&bed.stream, &args).unwrap();
+    bed.read(&p.buffer)
+}
+
+#[test]
+fn rounding_by_chance_keeps_small_updates_on_average() {
+    const LEN: usize = 100_003;
+    for bed in &beds() {
+        let name = bed.device.name();
+        // A step of 1/9 of the distance to the next bf16 below, which is 2^-8 of 1.5: to the nearest it is lost.
+        let (weight, gap) = (1.5, 1.0 / 128.0);
+        let lr = gap / 9.0;
+        let got = by_chance(bed, weight, lr, ByChance { key: 7, first: 11 }, LEN);
+        assert!(got.iter().all(|&p| p == weight || p == weight - gap), "{name}: only neighbours are reached");
+        let mean = got.iter().sum::<f64>() / LEN as f64;
+        let deviation = gap * (1.0 / 9.0f64 * 8.0 / 9.0 / LEN as f64).sqrt();
+        assert!((mean - (weight - lr)).abs() < 5.0 * deviation, "{name}: mean {mean}, deviation {deviation}");
+        // Parts of the range come out as in the whole, whoever computes them.
+        for start in [0, 8, 1003] {
+            let part = by_chance(bed, weight, lr, ByChance { key: 7, first: 11 + start as u64 }, 500);
+            assert!(part == got[start..start + 500], "{name}: a part from {start} on");
+        }
+        let want: Vec<f64> = (0..LEN)
+            .map(|i| f64::from(ByChance { key: 7, first: 11 }.round((weight - lr) as f32, i)))
+            .collect();
+        assert!(got == want, "{name}: rounded otherwise than documented");
+        assert!(
+            by_chance(bed, weight, lr, ByChance { key: 8, first: 11 }, LEN) != got,
+            "{name}: another key"
+        );
+        let infinite = by_chance(bed, f64::INFINITY, lr, ByChance { key: 7, first: 0 }, 100);
+        assert!(infinite.iter().all(|p| *p == f64::INFINITY), "{name}: infinity stays");
+    }
+}
+
+#[test]
+fn rounding_by_chance_is_for_bf16() {
+    let largest = f32::from_bits(0x7f7f_ffff);
+    assert!((0..1000).all(|i| ByChance { key: 1, first: 0 }.round(largest, i).is_finite()));
+    for bed in &beds() {
+        let [p, verdict] = [9, VERDICT].map(|len| bed.poisoned(Dtype::F32, len));
+        let rounding = Some(ByChance { key: 0, first: 0 });
+        let (grad, verdict, compute, scalars) = (&p, &verdict, None, scalars());
+        let args = AdamW { master: &p, moment1: &p, moment2: &p, grad, verdict, compute, scalars, rounding };
+        let refused = bed.device.adamw(&bed.stream, &args);
+        assert!(matches!(refused, Err(Error::Unsupported { .. })), "{}", bed.device.name());
+    }
+}
+
 #[test]
 fn lengths_must_agree() {
     for bed in &beds() {
@@ -113,6 +180,7 @@ fn lengths_must_agree() {
             verdict: &long,
             compute: None,
             scalars: scalars(),
+            rounding: None,
         };
         assert!(bed.device.adamw(&bed.stream, &args).is_err(), "{}", bed.device.name());
     }
@@ -133,6 +201,7 @@ fn a_step_that_is_not_to_be_made_touches_nothing() {
             verdict: &verdict.buffer,
             compute: Some(&copy.buffer),
             scalars: scalars(),
+            rounding: None,
         };
         bed.device.adamw(&bed.stream, &args).unwrap();
         for input in [p, m, v, copy] {

@@ -81,11 +81,17 @@ pub type Weights = BTreeMap<String, Vec<f32>>;
 pub type Part = Vec<(String, usize, Vec<f32>)>;
 
 pub fn part(engine: &Engine) -> Part {
+    let master = engine.plan().settings.precision.master;
     let read = |stretch: Stretch| {
-        let mut bytes = vec![0; stretch.len * 4];
+        let mut bytes = vec![0; stretch.len * master.bytes()];
         engine.copy_slot(Slot::Master, &stretch, &mut bytes).unwrap();
-        let values = bytes.chunks_exact(4).map(|four| f32::from_ne_bytes(four.try_into().unwrap()));
-        (stretch.name, stretch.start, values.collect())
+        let value = |bytes: &[u8]| match *bytes {
+            [a, b, c, d] => f32::from_ne_bytes([a, b, c, d]),
+            // bf16 is the upper half of f32.
+            [a, b] => f32::from_bits(u32::from(u16::from_ne_bytes([a, b])) << 16),
+            _ => unreachable!("masters are f32 or bf16"),
+        };
+        (stretch.name, stretch.start, bytes.chunks_exact(master.bytes()).map(value).collect())
     };
     engine.saved_stretches().into_iter().filter(|stretch| stretch.trainable).map(read).collect()
 }
@@ -150,6 +156,8 @@ pub fn train(model: &Arc<Model>, settings: &Settings, steps: u64) -> Outcome {
         }
         let planned = engine.plan().peak_bytes(model);
         assert_eq!(engine.device().memory_use().peak_bytes, planned, "the peak is the plan's");
+        let on_host: usize = engine.plan().host_regions().iter().map(|region| region.bytes).sum();
+        assert_eq!(engine.device().host_use().peak_bytes, on_host, "and the host's");
         Ok((reports, part(&engine)))
     });
     let (reports, parts): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();

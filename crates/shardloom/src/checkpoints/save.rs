@@ -6,9 +6,9 @@
 use super::contents;
 use crate::floats::encode;
 use crate::run::{Run, SavedAs};
-use crate::{Error, Result};
+use crate::{Error, Result, show};
 use checkpoint::storage::Disk;
-use checkpoint::{Draft, Dtype, Label, Plan, Receipt, Series, State, Writer, moment_names};
+use checkpoint::{Draft, Dtype, Plan, Receipt, Series, State, Writer, moment_names};
 use comm::Group;
 use fsdp::{Engine, Slot, Source, Stretch};
 use std::ops::Range;
@@ -45,7 +45,8 @@ pub struct Saver {
     background: bool,
     /// The last snapshot's memory, for the next.
     spare: Vec<u8>,
-    running: Option<JoinHandle<Done>>,
+    /// The save that is going on, and how long its step waited for it.
+    running: Option<(JoinHandle<Done>, Duration)>,
     /// How long steps have waited for saves since somebody asked.
     waited: Option<Duration>,
 }
@@ -84,6 +85,16 @@ struct Snapshot {
     frozen: Vec<Stretch>,
 }
 
+/// A folder that is to be written.
+#[derive(Clone, Copy, Debug)]
+struct Folder<'a> {
+    dir: &'a Path,
+    plan: &'a Plan,
+    state: &'a State,
+    /// Whether the state goes along.
+    resumable: bool,
+}
+
 impl Saver {
     pub fn new(run: &Run, model: &Model, source: SharedSource, group: Arc<dyn Group>) -> Result<Self> {
         let dir = run.output.join("checkpoints");
@@ -104,40 +115,39 @@ impl Saver {
     }
 
     /// Saves, in the background if so configured. Every rank comes here after the same step. An earlier save is
-    /// waited for.
+    /// waited for; what the one that ended has to say is returned.
     pub fn save(&mut self, engine: &Engine, state: State, what: What) -> Result<Option<String>> {
         let started = Instant::now();
-        let said = self.wait()?;
-        let snapshot = self.place.take(engine, std::mem::take(&mut self.spare))?;
+        let earlier = self.wait()?;
+        let snapshot = self.place.take(engine, what, std::mem::take(&mut self.spare))?;
         let place = self.place.clone();
         let work = move || (place.save_all(&snapshot, &state, what), snapshot.bytes);
-        if self.background {
-            let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(work);
-            let thread =
-                thread.map_err(|e| Error::Launch(format!("starting the checkpoint's thread: {e}")))?;
-            self.running = Some(thread);
-        } else {
-            let (saved, bytes) = work();
-            self.spare = bytes;
-            *self.waited.get_or_insert_default() += started.elapsed();
-            return saved.map(Some);
-        }
+        let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(work);
+        let thread = thread.map_err(|e| Error::Launch(format!("starting the checkpoint's thread: {e}")))?;
+        self.running = Some((thread, started.elapsed()));
+        let said = if self.background { earlier } else { self.wait()? };
         *self.waited.get_or_insert_default() += started.elapsed();
         Ok(said)
     }
 
     /// Looks whether a save has ended since; what it has to say, or its failure.
     pub fn poll(&mut self) -> Result<Option<String>> {
-        if self.running.as_ref().is_some_and(|thread| thread.is_finished()) { self.wait() } else { Ok(None) }
+        let ended = self.running.as_ref().is_some_and(|(thread, _)| thread.is_finished());
+        if ended { self.wait() } else { Ok(None) }
     }
 
     /// Waits for a save that is running.
     pub fn wait(&mut self) -> Result<Option<String>> {
-        let Some(thread) = self.running.take() else { return Ok(None) };
+        let Some((thread, copied)) = self.running.take() else { return Ok(None) };
         let panicked = |_| Error::Launch("the thread that saves checkpoints panicked (see above)".into());
         let (saved, bytes) = thread.join().map_err(panicked)?;
         self.spare = bytes;
-        saved.map(Some)
+        let waited = if self.background {
+            format!("; training waited {:.1} s", copied.as_secs_f64())
+        } else {
+            String::new()
+        };
+        saved.map(|said| Some(said + &waited))
     }
 
     /// Bytes of all ranks' tensors in a checkpoint.
@@ -164,23 +174,24 @@ impl Drop for Saver {
 }
 
 impl Place {
-    /// Copies this rank's state to the host.
-    fn take(&self, engine: &Engine, mut bytes: Vec<u8>) -> Result<Snapshot> {
+    /// Copies this rank's state to the host, or its weights alone.
+    fn take(&self, engine: &Engine, what: What, mut bytes: Vec<u8>) -> Result<Snapshot> {
         let (trained, frozen): (Vec<_>, Vec<_>) =
             engine.saved_stretches().into_iter().partition(|stretch| stretch.trainable);
         let weight = if self.weights.0 == SavedAs::Master { Slot::Master } else { Slot::Compute };
+        let all = [weight, Slot::Moment1, Slot::Moment2];
+        let slots = if what.checkpoint { &all[..] } else { &all[..1] };
         let size = |slot: Slot| engine.slot_dtype(slot).bytes();
-        let each = size(weight) + size(Slot::Moment1) + size(Slot::Moment2);
+        let each: usize = slots.iter().map(|slot| size(*slot)).sum();
         let total = trained.iter().map(|stretch| stretch.len * each).sum();
         if bytes.len() != total {
             // Fresh pages, which nobody has to fill with zeros first.
             bytes = vec![0; total];
         }
-        let (mut pieces, mut end) = (Vec::with_capacity(3 * trained.len()), 0);
+        let (mut pieces, mut end) = (Vec::with_capacity(slots.len() * trained.len()), 0);
         for stretch in &trained {
             let [first, second] = moment_names(&stretch.name);
-            let slots = [(weight, stretch.name.clone()), (Slot::Moment1, first), (Slot::Moment2, second)];
-            for (slot, name) in slots {
+            for (&slot, name) in slots.iter().zip([stretch.name.clone(), first, second]) {
                 let range = end..end + stretch.len * size(slot);
                 engine.copy_slot(slot, stretch, &mut bytes[range.clone()])?;
                 end = range.end;
@@ -196,48 +207,39 @@ impl Place {
         let fail = |what: String| Error::Save { step, what };
         let mut said = Vec::new();
         if what.checkpoint {
-            let (path, started) = (self.series.path(step), Instant::now());
-            self.save(snapshot, &path, &self.checkpoint_plan, Some(state)).map_err(fail)?;
+            let dir = self.series.path(step);
+            let folder = Folder { dir: &dir, plan: &self.checkpoint_plan, state, resumable: true };
+            said.push(self.save(snapshot, &folder).map_err(fail)?);
             let kept = self.only_first(|| {
                 self.series.point(step)?;
                 self.series.prune(self.keep)
             });
             self.agree(kept.map(|()| vec![]), "older checkpoints removed").map_err(fail)?;
-            said.push(describe(&path, &self.checkpoint_plan, started));
         }
         if what.model {
-            let started = Instant::now();
-            self.save(snapshot, &self.model, &self.model_plan, None)
-                .map_err(|what| Error::Save { step, what })?;
-            said.push(describe(&self.model, &self.model_plan, started));
+            let folder = Folder { dir: &self.model, plan: &self.model_plan, state, resumable: false };
+            said.push(self.save(snapshot, &folder).map_err(fail)?);
         }
         Ok(said.join("\n"))
     }
 
     /// One folder: rank 0 creates its files, all write their parts, rank 0 commits. Where a rank fails, all do, and
     /// what there was before stays. The error says which rank it was, and what failed.
-    fn save(
-        &self,
-        snapshot: &Snapshot,
-        dir: &Path,
-        plan: &Plan,
-        state: Option<&State>,
-    ) -> std::result::Result<(), String> {
-        let result = self.try_save(snapshot, dir, plan, state);
+    fn save(&self, snapshot: &Snapshot, folder: &Folder<'_>) -> std::result::Result<String, String> {
+        let started = Instant::now();
+        let result = self.try_save(snapshot, folder);
         if result.is_err() && self.group.rank() == 0 {
             // Half a checkpoint is of no use, and its room may be what is missing.
-            let _ = checkpoint::recover(&**self.series.storage(), dir);
+            let _ = checkpoint::recover(&**self.series.storage(), folder.dir);
         }
-        result
+        let (seconds, bytes) = (started.elapsed().as_secs_f64(), folder.plan.data_bytes() as usize);
+        let said =
+            format!("saved {} ({}) in {seconds:.1} s", folder.dir.display(), show::bytes(bytes).trim());
+        result.map(|()| said)
     }
 
-    fn try_save(
-        &self,
-        snapshot: &Snapshot,
-        dir: &Path,
-        plan: &Plan,
-        state: Option<&State>,
-    ) -> std::result::Result<(), String> {
+    fn try_save(&self, snapshot: &Snapshot, folder: &Folder<'_>) -> std::result::Result<(), String> {
+        let Folder { dir, plan, state, resumable } = *folder;
         let storage = self.series.storage();
         let mut first = None;
         let created = self.only_first(|| {
@@ -258,12 +260,12 @@ impl Place {
         let committed = self.only_first(|| {
             let receipts = receipts.iter().map(|bytes| Receipt::from_bytes(bytes).unwrap_or_default());
             let mut plain = self.plain.clone();
-            if let Some(state) = state {
+            if resumable {
                 plain.push((State::FILE.into(), state.to_json()?));
             }
-            let step = state.map_or(0, |state| state.step);
+            let label = self.series.label(state.step, self.group.size())?;
             let draft: Draft = draft.expect("all have written");
-            draft.commit(receipts, &plain, Label::now(step, self.group.size()))
+            draft.commit(receipts, &plain, label)
         });
         self.agree(committed.map(|()| vec![]), "checkpoint committed").map(drop)
     }
@@ -321,10 +323,4 @@ impl Place {
         });
         Ok(all)
     }
-}
-
-fn describe(path: &Path, plan: &Plan, started: Instant) -> String {
-    let seconds = started.elapsed().as_secs_f64();
-    let bytes = crate::show::bytes(plan.data_bytes() as usize);
-    format!("saved {} ({}) in {seconds:.1} s", path.display(), bytes.trim())
 }

@@ -53,12 +53,16 @@ impl Op for Attention {
         let [qkv, out, lse] = exactly(self.name(), saved)?;
         let dout = sole(self.name(), grads)?;
         let dqkv = cx.tensor(qkv.shape().clone())?;
-        let bytes = cx.device.profile().attention_grad_scratch(&self.shape, cx.compute);
+        let (profile, documents) = (cx.device.profile(), cx.batch.find(field::DOCUMENT_START));
+        let bytes = match documents {
+            None => profile.attention_grad_scratch(&self.shape, cx.compute),
+            Some(_) => profile.packed_attention_grad_scratch(&self.shape, cx.compute),
+        };
         let scratch = cx.scratch(Dtype::U8, bytes)?;
         let args = device::AttentionGrad {
             shape: self.shape,
             qkv: qkv.buffer(),
-            document_start: cx.batch.find(field::DOCUMENT_START).map(Tensor::buffer),
+            document_start: documents.map(Tensor::buffer),
             out: out.buffer(),
             lse: lse.buffer(),
             dout: dout.buffer(),

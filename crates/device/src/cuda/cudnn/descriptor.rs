@@ -36,7 +36,7 @@ struct Raw(Opaque);
 
 macro_rules! attribute {
     ($($rust:ty => $kind:ident),* $(,)?) => {$(
-        // SAFETY: int64_t, bool and float are i64, bool and f32; C enums are 32-bit; the rest are pointers.
+        // SAFETY: int64_t, bool, float and double are i64, bool, f32 and f64; C enums are 32-bit; the rest are pointers.
         unsafe impl Attribute for $rust {
             const TYPE: Type = Type::$kind;
         }
@@ -46,6 +46,7 @@ macro_rules! attribute {
 attribute! {
     i64 => CUDNN_TYPE_INT64,
     f32 => CUDNN_TYPE_FLOAT,
+    f64 => CUDNN_TYPE_DOUBLE,
     bool => CUDNN_TYPE_BOOLEAN,
     cudnnDataType_t => CUDNN_TYPE_DATA_TYPE,
     cudnnPointwiseMode_t => CUDNN_TYPE_POINTWISE_MODE,

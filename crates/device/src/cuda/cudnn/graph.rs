@@ -32,6 +32,16 @@ pub enum Place {
     Host,
 }
 
+/// How much of each batch of a product is there, where that differs: i32 for each batch.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extent {
+    pub m: Option<Tensor>,
+    pub n: Option<Tensor>,
+    pub k: Option<Tensor>,
+    /// Whether the rest of the product is zero.
+    pub padded: bool,
+}
+
 /// A graph under construction.
 pub struct Graph {
     library: &'static Library,
@@ -46,6 +56,19 @@ impl Graph {
     }
 
     pub fn tensor(&mut self, place: Place, dtype: Type, dims: Dims, strides: Dims) -> Result<Tensor> {
+        self.ragged(place, dtype, dims, strides, None)
+    }
+
+    /// A tensor whose batches start at `offsets` (i32, one more than there are batches) instead of the first
+    /// stride's multiples.
+    pub fn ragged(
+        &mut self,
+        place: Place,
+        dtype: Type,
+        dims: Dims,
+        strides: Dims,
+        offsets: Option<Tensor>,
+    ) -> Result<Tensor> {
         let tensor = Tensor(self.tensors.len());
         let descriptor = Descriptor::new(self.library, Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
         descriptor.set(Name::CUDNN_ATTR_TENSOR_DATA_TYPE, &[dtype])?;
@@ -58,6 +81,10 @@ impl Graph {
             Place::Virtual => descriptor.set(Name::CUDNN_ATTR_TENSOR_IS_VIRTUAL, &[true])?,
             Place::Host => descriptor.set(Name::CUDNN_ATTR_TENSOR_IS_BY_VALUE, &[true])?,
         }
+        if let Some(offsets) = offsets {
+            let offsets = &self.tensors[offsets.0];
+            descriptor.set_descriptors(Name::CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, [offsets])?;
+        }
         descriptor.finalize()?;
         self.tensors.push(descriptor);
         Ok(tensor)
@@ -68,19 +95,32 @@ impl Graph {
         self.tensor(Place::Host, Type::CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
 
+    /// An i32 for each of `count` batches.
+    pub fn per_batch(&mut self, count: i64) -> Result<Tensor> {
+        self.tensor(Place::Memory, Type::CUDNN_DATA_INT32, [count, 1, 1, 1], [1; 4])
+    }
+
     /// c = a · b for each batch and head; where `b` has fewer heads, groups of heads of `a` share one.
-    pub fn matmul(&mut self, a: Tensor, b: Tensor, c: Tensor) -> Result<()> {
+    pub fn matmul(&mut self, a: Tensor, b: Tensor, c: Tensor, extent: &Extent) -> Result<()> {
         let how = Descriptor::new(self.library, Kind::CUDNN_BACKEND_MATMUL_DESCRIPTOR)?;
         how.set(Name::CUDNN_ATTR_MATMUL_COMP_TYPE, &[Type::CUDNN_DATA_FLOAT])?;
+        if extent.padded {
+            how.set(Name::CUDNN_ATTR_MATMUL_PADDING_VALUE, &[0.0f64])?;
+        }
         how.finalize()?;
+        let mut tensors = vec![
+            (Name::CUDNN_ATTR_OPERATION_MATMUL_ADESC, a),
+            (Name::CUDNN_ATTR_OPERATION_MATMUL_BDESC, b),
+            (Name::CUDNN_ATTR_OPERATION_MATMUL_CDESC, c),
+        ];
+        let named = |name, tensor: Option<Tensor>| tensor.map(|tensor| (name, tensor));
+        tensors.extend(named(Name::CUDNN_ATTR_OPERATION_MATMUL_GEMM_M_OVERRIDE_DESC, extent.m));
+        tensors.extend(named(Name::CUDNN_ATTR_OPERATION_MATMUL_GEMM_N_OVERRIDE_DESC, extent.n));
+        tensors.extend(named(Name::CUDNN_ATTR_OPERATION_MATMUL_GEMM_K_OVERRIDE_DESC, extent.k));
         self.operation(
             Kind::CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR,
             (Name::CUDNN_ATTR_OPERATION_MATMUL_DESC, &how),
-            &[
-                (Name::CUDNN_ATTR_OPERATION_MATMUL_ADESC, a),
-                (Name::CUDNN_ATTR_OPERATION_MATMUL_BDESC, b),
-                (Name::CUDNN_ATTR_OPERATION_MATMUL_CDESC, c),
-            ],
+            &tensors,
         )
     }
 

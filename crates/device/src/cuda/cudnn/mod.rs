@@ -10,17 +10,30 @@
 //! afterwards. The second is the default, since kernels here promise the same bits for the same inputs. It
 //! needs `seq²` elements a head; where the scratch does not hold them for all heads, the backward runs part by
 //! part: row by row, or on some of the heads at a time.
+//!
+//! # Packed documents
+//! Documents are the batches of a graph then, with tensors that start where a table says ("ragged"). Graphs have
+//! room for a number of documents, whatever a step brings; absent ones have no tokens. The table is written on the
+//! device, so the host need not know how many there are; it also says which token the documents beyond that
+//! number begin with, and whoever issues the graph sees to those. The order of sums is atomic or refused: `seq²`
+//! elements a head would be too many for all documents.
 
 mod backward;
 mod descriptor;
 mod forward;
 mod graph;
 mod library;
+mod masks;
+mod packed;
 mod part;
 mod sizes;
+mod table;
 
 pub use backward::QuerySum;
+pub(super) use packed::PackedLayout;
+pub use packed::packed_backward_scratch;
 pub use part::backward_scratch;
+pub(super) use table::DocumentTable;
 
 use crate::{Attention, AttentionGrad, AttentionShape, Buffer, Dtype, Error, Result};
 use backward::Backward;
@@ -30,7 +43,7 @@ use forward::Forward;
 use graph::{ALIGNMENT, Type};
 use library::{Library, Opaque};
 use part::{Part, ScratchLayout};
-use sizes::Sizes;
+use sizes::{Packing, Sizes};
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::Hash;
@@ -92,8 +105,18 @@ impl Cudnn {
 
     /// Issues the forward. False: cuDNN cannot do this one here, and nothing was issued.
     pub fn forward(&self, stream: CUstream, args: &Attention<'_>) -> Result<bool> {
+        self.forward_of(stream, args, None)
+    }
+
+    /// As [`Cudnn::forward`], for the documents of a table, if any.
+    pub(super) fn forward_of(
+        &self,
+        stream: CUstream,
+        args: &Attention<'_>,
+        documents: Option<&DocumentTable>,
+    ) -> Result<bool> {
         let mut state = self.lock();
-        let sizes = match sizes(&args.shape, args.qkv.dtype(), args.document_start) {
+        let sizes = match sizes(&args.shape, args.qkv.dtype(), args.document_start, documents) {
             Ok(sizes) => sizes,
             Err(reason) => return Ok(state.refuse(reason)),
         };
@@ -112,7 +135,7 @@ impl Cudnn {
         }
         let [q, k, v] = split(args.qkv, &args.shape);
         let (out, lse, workspace) = (args.out.address(), args.lse.address(), args.scratch.address());
-        let at = forward::Addresses { q, k, v, out, lse, workspace };
+        let at = forward::Addresses { q, k, v, out, lse, workspace, documents };
         // SAFETY: the buffers were found long enough for the shape, and whoever issues the work keeps them until
         // it has run, as for every kernel.
         unsafe { plan.run(handle, args.shape.scale(), &at) }?;
@@ -123,7 +146,7 @@ impl Cudnn {
     pub fn backward(&self, stream: CUstream, args: &AttentionGrad<'_>) -> Result<bool> {
         let mut state = self.lock();
         let (shape, dtype) = (&args.shape, args.qkv.dtype());
-        let whole = match sizes(shape, dtype, args.document_start) {
+        let whole = match sizes(shape, dtype, args.document_start, None) {
             Ok(sizes) => sizes,
             Err(reason) => return Ok(state.refuse(reason)),
         };
@@ -131,6 +154,10 @@ impl Cudnn {
         check("attention_grad", shape, args.lse, &packed, &[("out", args.out), ("dout", args.dout)])?;
         if !aligned(&[args.qkv, args.out, args.lse, args.dout, args.dqkv, args.scratch]) {
             return Ok(state.refuse("an address is not aligned"));
+        }
+        // All of dS would be made for a few keys a query.
+        if whole.window.is_some() && self.query_sum == QuerySum::Ordered {
+            return Ok(state.refuse("a window only with atomic sums"));
         }
         let room = args.scratch.num_bytes();
         let Some(part) = Part::largest(shape, dtype, self.query_sum, room) else {
@@ -164,11 +191,69 @@ impl Cudnn {
                 row_sums: scratch,
                 accumulator: scratch + layout.accumulator,
                 workspace: scratch + layout.workspace,
+                documents: None,
+                dk_each: 0,
+                dv_each: 0,
             };
             // SAFETY: as in `forward`; a part's offsets stay inside the shape. Parts share the scratch because
             // they run one after the other.
             unsafe { plan.run(handle, shape.scale(), &at) }?;
         }
+        Ok(true)
+    }
+
+    /// As [`Cudnn::backward`], for the documents of a table, whose keys and values lie in the scratch as
+    /// [`PackedLayout`] says; their gradients are left there.
+    pub(super) fn backward_of(
+        &self,
+        stream: CUstream,
+        args: &AttentionGrad<'_>,
+        documents: &DocumentTable,
+    ) -> Result<bool> {
+        let mut state = self.lock();
+        let (shape, dtype) = (&args.shape, args.qkv.dtype());
+        let sizes = match sizes(shape, dtype, args.document_start, Some(documents)) {
+            Ok(sizes) => sizes,
+            Err(reason) => return Ok(state.refuse(reason)),
+        };
+        if self.query_sum == QuerySum::Ordered {
+            return Ok(state.refuse("documents only with atomic sums"));
+        }
+        let packed = [("qkv", args.qkv), ("dqkv", args.dqkv)];
+        check("attention_grad", shape, args.lse, &packed, &[("out", args.out), ("dout", args.dout)])?;
+        if !aligned(&[args.qkv, args.out, args.lse, args.dout, args.dqkv, args.scratch]) {
+            return Ok(state.refuse("an address is not aligned"));
+        }
+        let layout = PackedLayout::new(shape, dtype);
+        let handle = self.on_stream(&state, stream)?;
+        let build = || Backward::new(self.library, handle, &sizes, self.query_sum);
+        let plan = match plan(&mut state.backward, (sizes, self.query_sum), build)? {
+            Ok(plan) => plan,
+            Err(reason) => return Ok(state.refuse(reason)),
+        };
+        if let Err(reason) = fits(layout.workspace + plan.workspace_bytes(), args.scratch.num_bytes()) {
+            return Ok(state.refuse(reason));
+        }
+        let scratch = args.scratch.address();
+        let at = backward::Addresses {
+            q: args.qkv.address(),
+            k: scratch + layout.k,
+            v: scratch + layout.v,
+            out: args.out.address(),
+            dout: args.dout.address(),
+            lse: args.lse.address(),
+            dq: args.dqkv.address(),
+            dk: scratch + layout.dk,
+            dv: scratch + layout.dv,
+            row_sums: scratch,
+            accumulator: scratch + layout.accumulator,
+            workspace: scratch + layout.workspace,
+            documents: Some(documents),
+            dk_each: scratch + layout.dk_each,
+            dv_each: scratch + layout.dv_each,
+        };
+        // SAFETY: as in `forward`; the layout fits the scratch, as just seen.
+        unsafe { plan.run(handle, shape.scale(), &at) }?;
         Ok(true)
     }
 
@@ -211,17 +296,15 @@ fn sizes(
     shape: &AttentionShape,
     dtype: Dtype,
     document_start: Option<&Buffer>,
+    documents: Option<&DocumentTable>,
 ) -> std::result::Result<Sizes, &'static str> {
     let dtype = match dtype {
         Dtype::Bf16 => Type::CUDNN_DATA_BFLOAT16,
         Dtype::F16 => Type::CUDNN_DATA_HALF,
         _ => return Err("only bf16 and f16"),
     };
-    if document_start.is_some() {
-        return Err("only one document a row");
-    }
-    if shape.window.is_some_and(|window| window < shape.seq) {
-        return Err("no window shorter than a row");
+    if document_start.is_some() != documents.is_some() {
+        return Err("documents need a table");
     }
     if shape.head_dim == 0 || shape.head_dim > 128 || !shape.head_dim.is_multiple_of(16) {
         return Err("only heads of 16, 32, … 128");
@@ -229,15 +312,21 @@ fn sizes(
     if shape.tokens() == 0 || shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
         return Err("no tokens, or heads that do not come in groups");
     }
+    // Offsets of documents are 32-bit.
+    if documents.is_some() && shape.tokens() * shape.qkv_cols() > i32::MAX as usize {
+        return Err("too many tokens for documents");
+    }
     Ok(Sizes {
         dtype,
-        rows: shape.rows as i64,
+        rows: documents.map_or(shape.rows, |table| table.cap) as i64,
+        packing: if documents.is_some() { Packing::Documents } else { Packing::Rows },
         seq: shape.seq as i64,
         heads: shape.heads as i64,
         kv_heads: shape.kv_heads as i64,
         head_dim: shape.head_dim as i64,
         qkv_cols: shape.qkv_cols() as i64,
         out_cols: shape.out_cols() as i64,
+        window: shape.window.filter(|&window| window < shape.seq).map(|window| window as i64),
     })
 }
 

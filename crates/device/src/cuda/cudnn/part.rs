@@ -6,7 +6,7 @@ use super::sizes::Sizes;
 use crate::{AttentionShape, Dtype};
 
 /// cuDNN's own workspace beside what is counted; it has been seen to take 256 bytes.
-const SLACK: usize = 1 << 19;
+pub const SLACK: usize = 1 << 19;
 
 /// cuDNN rounds `seq` up to this many where dS goes to memory.
 const TILE: usize = 128;

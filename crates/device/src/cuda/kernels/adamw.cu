@@ -83,14 +83,28 @@ __device__ __forceinline__ void quick_step(const Scalars& s, float grad, float& 
     p = __fadd_rn(p, quotient);
 }
 
+// bf16 by chance: see `ByChance`. The upper neighbour is as likely as the value is near it.
+struct Chance {
+    u64 key, first;
+
+    __device__ __forceinline__ float round(float x, i64 i) const {
+        const u32 exponent = 0x7f800000u, bits = __float_as_uint(x);
+        if ((bits & exponent) == exponent) return x;
+        const u32 chance = random_bits(key, first + (u64)i) & 0xffffu;
+        const u32 rounded = (bits + chance) & 0xffff0000u;
+        return __uint_as_float((rounded & exponent) == exponent ? bits & 0xffff0000u : rounded);
+    }
+};
+
 struct Buffers {
     void *master, *moment1, *moment2;
     const void* grad;
     void* compute;
+    Chance chance;
 };
 
 // Eight elements from i on, for dtypes known when compiling. P: master, M: moments, G: gradient, C: compute.
-template <typename P, typename M, typename G, typename C>
+template <typename P, typename M, typename G, typename C, bool BY_CHANCE>
 __device__ __forceinline__ void eight(const Scalars& s, const Buffers& b, i64 i) {
     float g[8], p[8], m[8], v[8];
     load8((const G*)b.grad + i, g);
@@ -101,6 +115,7 @@ __device__ __forceinline__ void eight(const Scalars& s, const Buffers& b, i64 i)
     for (int j = 0; j < 8; j++) {
         if (sizeof(P) == 2) quick_step(s, g[j], p[j], m[j], v[j]);
         else step(s, g[j], p[j], m[j], v[j]);
+        if (BY_CHANCE) p[j] = b.chance.round(p[j], i + j);
     }
     store8((P*)b.master + i, p);
     store8((M*)b.moment1 + i, m);
@@ -128,13 +143,14 @@ __device__ __forceinline__ void four(const Scalars& s, const Buffers& b, i64 i) 
     if (b.compute) store4((C*)b.compute + i, p);
 }
 
-template <typename P, typename M, typename G, typename C>
+template <typename P, typename M, typename G, typename C, bool BY_CHANCE = false>
 __device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers& b, i64 groups) {
     if (sizeof(P) == 4) {
         for (i64 i = global_thread(); i < 2 * groups; i += global_threads()) four<M, G, C>(s, b, i * 4);
         return;
     }
-    for (i64 group = global_thread(); group < groups; group += global_threads()) eight<P, M, G, C>(s, b, group * 8);
+    for (i64 group = global_thread(); group < groups; group += global_threads()) 
+        eight<P, M, G, C, BY_CHANCE>(s, b, group * 8);
 }
 
 // `compute` is null when the master weights are the compute weights. The combinations people train with have
@@ -142,16 +158,17 @@ __device__ __forceinline__ void groups_of_eight(const Scalars& s, const Buffers&
 extern "C" __global__ void adamw(
     void* master, i64 master_dtype, void* moment1, i64 moment1_dtype, void* moment2, i64 moment2_dtype,
     const void* grad, i64 grad_dtype, const float* verdict, void* compute, i64 compute_dtype,
-    float keep, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, i64 n, i64 vector
+    float keep, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, i64 by_chance, i64 key,
+    i64 first, i64 n, i64 vector
 ) {
     if (verdict[APPLIES] == 0.0f) return;
     const Scalars s = {verdict[CLIP], keep, one_minus_beta1, beta2, one_minus_beta2, verdict[BIAS2_SQRT], eps,
                        verdict[STEP_SIZE]};
-    const Buffers b = {master, moment1, moment2, grad, compute};
+    const Buffers b = {master, moment1, moment2, grad, compute, {(u64)key, (u64)first}};
     const bool one_moment_dtype = moment1_dtype == moment2_dtype;
     const i64 kinds = master_dtype * 1000 + moment1_dtype * 100 + grad_dtype * 10 + (compute ? compute_dtype : master_dtype);
     i64 groups = vector && one_moment_dtype ? n / 8 : 0;
-    switch (kinds) {
+    switch (kinds + (by_chance ? 10000 : 0)) {
     case 0: groups_of_eight<float, float, float, float>(s, b, groups); break;
     case 1: groups_of_eight<float, float, float, bf16>(s, b, groups); break;
     case 2: groups_of_eight<float, float, float, f16>(s, b, groups); break;
@@ -160,6 +177,8 @@ extern "C" __global__ void adamw(
     case 111: groups_of_eight<float, bf16, bf16, bf16>(s, b, groups); break;
     case 1101: groups_of_eight<bf16, bf16, float, bf16>(s, b, groups); break;
     case 1111: groups_of_eight<bf16, bf16, bf16, bf16>(s, b, groups); break;
+    case 11101: groups_of_eight<bf16, bf16, float, bf16, true>(s, b, groups); break;
+    case 11111: groups_of_eight<bf16, bf16, bf16, bf16, true>(s, b, groups); break;
     default: groups = 0;
     }
     for (i64 i = groups * 8 + global_thread(); i < n; i += global_threads()) {
@@ -168,6 +187,7 @@ extern "C" __global__ void adamw(
         const float g = load_one(grad, grad_dtype, i);
         if (master_dtype == F32) step(s, g, p, m, v);
         else quick_step(s, g, p, m, v);
+        if (by_chance) p = b.chance.round(p, i);
         store_one(master, master_dtype, i, p);
         store_one(moment1, moment1_dtype, i, m);
         store_one(moment2, moment2_dtype, i, v);

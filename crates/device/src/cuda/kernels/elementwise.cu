@@ -47,10 +47,7 @@ FILL(f16, f16)
 // Numbers around zero that no multiplier finds easy: four uniform ones added up, spread about 1.
 template <typename T> __device__ void noise(T* dst, i64 n, i64 seed) {
     for (i64 i = global_thread(); i < n; i += global_threads()) {
-        unsigned long long z = (unsigned long long)(i + 1) * 0x9e3779b97f4a7c15ull + (unsigned long long)seed;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-        z ^= z >> 31;
+        const u64 z = random_word((u64)seed, (u64)i + 1);
         const u32 sum = (u32)(z & 0xffff) + (u32)(z >> 16 & 0xffff) + (u32)(z >> 32 & 0xffff) + (u32)(z >> 48);
         dst[i] = from_f32<T>(((float)sum * (1.0f / 65536.0f) - 2.0f) * 1.7f);
     }

@@ -9,7 +9,7 @@
 // that a query sees never lies before that of an earlier query.
 
 #define QUERIES 128
-#if FLASH_HEAD_DIM > 80
+#if FLASH_HEAD_DIM > 96
 #define FORWARD_KEYS 32
 #else
 #define FORWARD_KEYS 64
@@ -67,6 +67,12 @@ struct WarpQueries {
     }
 };
 
+// Whether another kernel has done all of a row's tokens before `end`: those before token `done` of all rows, where
+// that is given.
+__device__ __forceinline__ bool is_done(const int* done, const Shape& shape, i64 row, i64 end) {
+    return done && row * shape.seq + (end < shape.seq ? end : shape.seq) <= *done;
+}
+
 // The block of a tile of queries. Grid: (rows · heads, query tiles); the longest tiles come first.
 template <typename T> struct QueryBlock {
     i64 row, head, q0, stride, left;
@@ -87,6 +93,15 @@ template <typename T> struct QueryBlock {
         starts = document_start ? document_start + row * shape.seq : document_start;
         first_key = shape.first_key(starts, q0) / key_tile * key_tile;
         last_key = (int)(q0 + (left < QUERIES ? left : QUERIES) - 1);
+    }
+
+    // Starts copying COUNT keys, and their values behind them.
+    template <int D, int COUNT> __device__ __forceinline__ void load_stage(u32 tile, const Shape& shape, int key) const {
+        constexpr int THREADS = 32 * QUERY_WARPS;
+        const i64 from = key * stride, rows = shape.seq - key;
+        const int hd = (int)shape.head_dim;
+        Tile<D>::template load<COUNT, THREADS>(tile, keys + from, stride, rows, hd);
+        Tile<D>::template load<COUNT, THREADS>(tile + COUNT * Tile<D>::ROW_BYTES, values + from, stride, rows, hd);
     }
 };
 
@@ -135,25 +150,22 @@ __device__ __forceinline__ void soften(
 
 template <typename T, int D>
 __device__ __forceinline__ void forward(
-    const T* qkv, const int* document_start, T* out, float* lse, const Shape& shape, float scale
+    const T* qkv, const int* document_start, T* out, float* lse, const int* done, const Shape& shape, float scale
 ) {
-    constexpr int THREADS = 32 * QUERY_WARPS;
-    extern __shared__ __align__(128) char shared_tiles[];
+    constexpr int THREADS = 32 * QUERY_WARPS, STAGE = 2 * FORWARD_KEYS * Tile<D>::ROW_BYTES;
+    extern __shared__ __align__(256) char shared_tiles[];
     const u32 q_tile = shared_address(shared_tiles);
-    const u32 k_tile = q_tile + QUERIES * Tile<D>::ROW_BYTES;
-    const u32 v_tile = k_tile + FORWARD_KEYS * Tile<D>::ROW_BYTES;
     const QueryBlock<T> block(shape, qkv, document_start, FORWARD_KEYS);
+    if (is_done(done, shape, block.row, block.q0 + QUERIES)) return;
     const int hd = (int)shape.head_dim, row0 = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
     const WarpQueries queries(shape, block.starts, (int)block.q0 + row0);
     const float factor = scale * LOG2E;
 
     Tile<D>::template load<QUERIES, THREADS>(q_tile, block.queries, block.stride, block.left, hd);
+    const auto load_stage = [&](u32 tile, int k) { block.template load_stage<D, FORWARD_KEYS>(tile, shape, k); };
     int k0 = block.first_key;
-    const auto load_keys = [&](int k) {
-        const T* from = block.keys + k * block.stride;
-        Tile<D>::template load<FORWARD_KEYS, THREADS>(k_tile, from, block.stride, shape.seq - k, hd);
-    };
-    load_keys(k0);
+    u32 current = q_tile + QUERIES * Tile<D>::ROW_BYTES, next = current + STAGE;
+    load_stage(current, k0);
 
     float max[2][2], sum[2][2], acc[2][D / 8][4];
 #pragma unroll
@@ -169,23 +181,20 @@ __device__ __forceinline__ void forward(
             for (int e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
     }
     for (; k0 <= block.last_key; k0 += FORWARD_KEYS) {
-        const bool seen = queries.see_any(k0, FORWARD_KEYS);
-        float s[2][FORWARD_KEYS / 8][4];
         wait_for_copies();
-        // The keys are there, and nobody reads the last values any more.
+        // This stage is there, and nobody reads the other one any more.
         __syncthreads();
-        const T* values = block.values + k0 * block.stride;
-        Tile<D>::template load<FORWARD_KEYS, THREADS>(v_tile, values, block.stride, shape.seq - k0, hd);
-        if (seen) dot_rows<T, D>(s, q_tile, row0, k_tile);
-        wait_for_copies();
-        // The values are there, and nobody reads these keys any more.
-        __syncthreads();
-        if (k0 + FORWARD_KEYS <= block.last_key) load_keys(k0 + FORWARD_KEYS);
-        if (seen) {
+        if (k0 + FORWARD_KEYS <= block.last_key) load_stage(next, k0 + FORWARD_KEYS);
+        if (queries.see_any(k0, FORWARD_KEYS)) {
+            float s[2][FORWARD_KEYS / 8][4];
+            dot_rows<T, D>(s, q_tile, row0, current);
             if (!queries.see_all(k0, FORWARD_KEYS)) queries.mask(s, k0, -__int_as_float(0x7f800000));
             soften<D>(s, max, sum, acc, factor);
-            add_weighted_rows<T, D>(acc, s, v_tile);
+            add_weighted_rows<T, D>(acc, s, current + FORWARD_KEYS * Tile<D>::ROW_BYTES);
         }
+        const u32 other = current;
+        current = next;
+        next = other;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -208,11 +217,13 @@ __device__ __forceinline__ void forward(
 
 // sums[row, head, query] = Σ dout · out; 16 threads each. Grid-stride over tokens · heads.
 template <typename T>
-__device__ __forceinline__ void row_sums(const T* out, const T* dout, float* sums, i64 tokens, const Shape& shape) {
+__device__ __forceinline__ void row_sums(
+    const T* out, const T* dout, float* sums, const int* done, i64 tokens, const Shape& shape
+) {
     const int c = threadIdx.x % 16 * 8;
     const i64 items = tokens * shape.heads;
     // Whole warps go round together, for the shuffles.
-    for (i64 base = global_thread() / 32 * 2; base < items; base += global_threads() / 16) {
+    for (i64 base = (done ? *done : 0) * shape.heads + global_thread() / 32 * 2; base < items; base += global_threads() / 16) {
         const i64 item = base + threadIdx.x % 32 / 16;
         float sum = 0.0f;
         if (item < items && c < shape.head_dim) {
@@ -233,14 +244,15 @@ __device__ __forceinline__ void row_sums(const T* out, const T* dout, float* sum
 template <typename T, int D>
 __device__ __forceinline__ void query_grad(
     const T* qkv, const int* document_start, const float* lse, const T* dout, const float* sums, T* dqkv,
-    const Shape& shape, float scale
+    const int* done, const Shape& shape, float scale
 ) {
     constexpr int THREADS = 32 * QUERY_WARPS, STAGE = 2 * QUERY_GRAD_KEYS * Tile<D>::ROW_BYTES;
-    extern __shared__ __align__(128) char shared_tiles[];
+    extern __shared__ __align__(256) char shared_tiles[];
     const u32 q_tile = shared_address(shared_tiles);
     const u32 dout_tile = q_tile + QUERIES * Tile<D>::ROW_BYTES;
     const u32 stages = dout_tile + QUERIES * Tile<D>::ROW_BYTES;
     const QueryBlock<T> block(shape, qkv, document_start, QUERY_GRAD_KEYS);
+    if (is_done(done, shape, block.row, block.q0 + QUERIES)) return;
     const int hd = (int)shape.head_dim, row0 = threadIdx.x / 32 * 32;
     const WarpQueries queries(shape, block.starts, (int)block.q0 + row0);
     const float factor = scale * LOG2E;
@@ -248,12 +260,7 @@ __device__ __forceinline__ void query_grad(
     const T* dout_rows = dout + (block.row * shape.seq + block.q0) * shape.out_stride() + block.head * hd;
     Tile<D>::template load<QUERIES, THREADS>(q_tile, block.queries, block.stride, block.left, hd);
     Tile<D>::template load<QUERIES, THREADS>(dout_tile, dout_rows, shape.out_stride(), block.left, hd);
-    const auto load_stage = [&](u32 tile, int k) {
-        const i64 from = k * block.stride, left = shape.seq - k;
-        Tile<D>::template load<QUERY_GRAD_KEYS, THREADS>(tile, block.keys + from, block.stride, left, hd);
-        tile += QUERY_GRAD_KEYS * Tile<D>::ROW_BYTES;
-        Tile<D>::template load<QUERY_GRAD_KEYS, THREADS>(tile, block.values + from, block.stride, left, hd);
-    };
+    const auto load_stage = [&](u32 tile, int k) { block.template load_stage<D, QUERY_GRAD_KEYS>(tile, shape, k); };
     int k0 = block.first_key;
     u32 current = stages, next = stages + STAGE;
     load_stage(current, k0);
@@ -335,11 +342,12 @@ __device__ __forceinline__ void mask_queries(
 template <typename T, int D>
 __device__ __forceinline__ void key_value_grad(
     const T* qkv, const int* document_start, const float* lse, const T* dout, const float* sums, T* dqkv,
-    const Shape& shape, float scale, bool two
+    const int* done, const Shape& shape, float scale, bool two
 ) {
     constexpr int THREADS = 32 * KEY_WARPS, ROWS = KEY_GRAD_QUERIES, TILE = ROWS * Tile<D>::ROW_BYTES;
     constexpr int STAGE = 2 * TILE + (int)sizeof(QueryNumbers);
-    extern __shared__ __align__(128) char shared_tiles[];
+    static_assert(!Tile<D>::TURNED || STAGE % Tile<D>::ROW_BYTES == 0, "turned tiles start at a multiple of a row");
+    extern __shared__ __align__(256) char shared_tiles[];
     const u32 k_tile = shared_address(shared_tiles);
     const u32 v_tile = k_tile + KEYS * Tile<D>::ROW_BYTES;
     const int stages = 2 * KEYS * Tile<D>::ROW_BYTES;
@@ -350,6 +358,7 @@ __device__ __forceinline__ void key_value_grad(
     const int group = (int)(shape.heads / shape.kv_heads);
     const T* tokens = qkv + row * shape.seq * stride;
     const int* starts = document_start ? document_start + row * shape.seq : document_start;
+    if (is_done(done, shape, row, k0 + KEYS)) return;
 
     Tile<D>::template load<KEYS, THREADS>(k_tile, tokens + shape.key_offset(kv_head) + k0 * stride, stride, seq - k0, hd);
     Tile<D>::template load<KEYS, THREADS>(v_tile, tokens + shape.value_offset(kv_head) + k0 * stride, stride, seq - k0, hd);
@@ -370,13 +379,13 @@ __device__ __forceinline__ void key_value_grad(
         const T* dout_rows = dout + (row * shape.seq + q0) * out_stride + head * hd;
         Tile<D>::template load<ROWS, THREADS>(at, q_rows, stride, seq - q0, hd);
         Tile<D>::template load<ROWS, THREADS>(at + TILE, dout_rows, out_stride, seq - q0, hd);
-        const int n = threadIdx.x % ROWS, which = threadIdx.x / ROWS;
-        const bool there = q0 + n < seq && (which < 2 || starts);
-        if (which < 3) {
+        for (int item = threadIdx.x; item < 3 * ROWS; item += THREADS) {
+            const int n = item % ROWS, which = item / ROWS;
+            const bool there = q0 + n < seq && (which < 2 || starts);
             const i64 query = (row * shape.heads + head) * shape.seq + q0 + n;
             const void* from = which == 0 ? (const void*)(lse + query)
                 : which == 1 ? (const void*)(sums + query) : (const void*)(starts + q0 + n);
-            copy4(at + 2 * TILE + threadIdx.x * 4, there ? from : (const void*)lse, there);
+            copy4(at + 2 * TILE + item * 4, there ? from : (const void*)lse, there);
         }
     };
 
@@ -455,31 +464,31 @@ __device__ __forceinline__ void key_value_grad(
 // `flash.rs` knows the sizes of tiles and blocks.
 #define FLASH(T, t, D) \
     extern "C" __global__ void __launch_bounds__(32 * QUERY_WARPS, 2) flash_##t##_##D( \
-        const T* qkv, const int* document_start, T* out, float* lse, i64 seq, i64 heads, i64 kv_heads, \
+        const T* qkv, const int* document_start, T* out, float* lse, const int* done, i64 seq, i64 heads, i64 kv_heads, \
         i64 head_dim, i64 window, float scale \
     ) { \
         const Shape shape = {seq, heads, kv_heads, head_dim, window}; \
-        forward<T, D>(qkv, document_start, out, lse, shape, scale); \
+        forward<T, D>(qkv, document_start, out, lse, done, shape, scale); \
     } \
     extern "C" __global__ void __launch_bounds__(256) flash_row_sums_##t##_##D( \
-        const T* out, const T* dout, float* sums, i64 tokens, i64 seq, i64 heads, i64 head_dim \
+        const T* out, const T* dout, float* sums, const int* done, i64 tokens, i64 seq, i64 heads, i64 head_dim \
     ) { \
         const Shape shape = {seq, heads, heads, head_dim, 0}; \
-        row_sums(out, dout, sums, tokens, shape); \
+        row_sums(out, dout, sums, done, tokens, shape); \
     } \
     extern "C" __global__ void __launch_bounds__(32 * QUERY_WARPS, 2) flash_query_grad_##t##_##D( \
         const T* qkv, const int* document_start, const float* lse, const T* dout, const float* sums, T* dqkv, \
-        i64 seq, i64 heads, i64 kv_heads, i64 head_dim, i64 window, float scale \
+        const int* done, i64 seq, i64 heads, i64 kv_heads, i64 head_dim, i64 window, float scale \
     ) { \
         const Shape shape = {seq, heads, kv_heads, head_dim, window}; \
-        query_grad<T, D>(qkv, document_start, lse, dout, sums, dqkv, shape, scale); \
+        query_grad<T, D>(qkv, document_start, lse, dout, sums, dqkv, done, shape, scale); \
     } \
     extern "C" __global__ void __launch_bounds__(32 * KEY_WARPS, 1) flash_key_value_grad_##t##_##D( \
         const T* qkv, const int* document_start, const float* lse, const T* dout, const float* sums, T* dqkv, \
-        i64 seq, i64 heads, i64 kv_heads, i64 head_dim, i64 window, float scale, i64 two \
+        const int* done, i64 seq, i64 heads, i64 kv_heads, i64 head_dim, i64 window, float scale, i64 two \
     ) { \
         const Shape shape = {seq, heads, kv_heads, head_dim, window}; \
-        key_value_grad<T, D>(qkv, document_start, lse, dout, sums, dqkv, shape, scale, two); \
+        key_value_grad<T, D>(qkv, document_start, lse, dout, sums, dqkv, done, shape, scale, two); \
     }
 #define FLASH_EXPANDED(T, t, D) FLASH(T, t, D)
 

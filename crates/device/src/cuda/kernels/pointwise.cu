@@ -65,16 +65,6 @@ __device__ void activation_grad(const T* x, const T* dout, T* dx, i64 n, i64 vec
     }
 }
 
-typedef unsigned long long u64;
-
-// The upper half of splitmix64's answer for the element.
-__device__ __forceinline__ u32 random_bits(u64 key, u64 element) {
-    u64 z = key + element * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return (u32)((z ^ (z >> 31)) >> 32);
-}
-
 __device__ __forceinline__ float dropped(float x, u64 key, u64 element, u64 threshold, float scale) {
     return (u64)random_bits(key, element) < threshold ? 0.0f : x * scale;
 }

@@ -7,6 +7,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 struct bf16 {
     u16 bits;
@@ -149,6 +150,19 @@ template <typename T> __device__ __forceinline__ float reciprocal_for(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// splitmix64's answer for the element.
+__device__ __forceinline__ u64 random_word(u64 key, u64 element) {
+    u64 z = key + element * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+// The upper half of it.
+__device__ __forceinline__ u32 random_bits(u64 key, u64 element) {
+    return (u32)(random_word(key, element) >> 32);
 }
 
 __device__ __forceinline__ i64 global_thread() {

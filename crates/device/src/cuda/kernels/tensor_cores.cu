@@ -113,21 +113,33 @@ template <int D> struct Tile {
     }
 };
 
-// Where this lane's row of a 16×16 operand is: of the left one, or of a right one stored by the summed index.
-template <int D> __device__ __forceinline__ u32 row_operand(int row, int chunk) {
-    const int lane = threadIdx.x % 32;
-    return Tile<D>::at(row + lane % 16, chunk + lane / 16);
-}
+// Where a lane reads 16×16 operands: `first` is its address for rows 0 … and chunks 0 and 1.
+template <int D> struct Operand {
+    u32 first;
 
-// The same for a right operand stored by its own columns (16 of them).
-template <int D> __device__ __forceinline__ u32 column_operand(int row, int chunk) {
-    const int lane = threadIdx.x % 32;
-    return Tile<D>::at(row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2);
-}
+    // Of a left operand, or of a right one stored by the summed index.
+    static __device__ __forceinline__ Operand rows(u32 tile) {
+        const int lane = threadIdx.x % 32;
+        return {tile + Tile<D>::at(lane % 16, lane / 16)};
+    }
+
+    // Of a right operand stored by its own columns.
+    static __device__ __forceinline__ Operand columns(u32 tile) {
+        const int lane = threadIdx.x % 32;
+        return {tile + Tile<D>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2)};
+    }
+
+    // `row` is a multiple of 8, `chunk` of 2, and tiles start at a multiple of a turned row's bytes: so the chunk
+    // only flips bits.
+    __device__ __forceinline__ u32 at(int row, int chunk) const {
+        return (Tile<D>::TURNED ? first ^ (chunk << 4) : first + (chunk << 4)) + row * Tile<D>::ROW_BYTES;
+    }
+};
 
 // c[i][j] = Σ over D of a's rows `row` + 16i … and b's rows 8j ….
 template <typename T, int D, int M, int N>
 __device__ __forceinline__ void dot_rows(float (&c)[M][N][4], u32 a, int row, u32 b) {
+    const auto left_at = Operand<D>::rows(a + row * Tile<D>::ROW_BYTES), right_at = Operand<D>::columns(b);
 #pragma unroll
     for (int i = 0; i < M; i++)
 #pragma unroll
@@ -138,11 +150,11 @@ __device__ __forceinline__ void dot_rows(float (&c)[M][N][4], u32 a, int row, u3
     for (int k = 0; k < D / 16; k++) {
         u32 left[M][4];
 #pragma unroll
-        for (int i = 0; i < M; i++) load_matrices(left[i], a + row_operand<D>(row + 16 * i, 2 * k));
+        for (int i = 0; i < M; i++) load_matrices(left[i], left_at.at(16 * i, 2 * k));
 #pragma unroll
         for (int j = 0; j < N; j += 2) {
             u32 right[4];
-            load_matrices(right, b + column_operand<D>(8 * j, 2 * k));
+            load_matrices(right, right_at.at(8 * j, 2 * k));
 #pragma unroll
             for (int i = 0; i < M; i++) {
                 Tensor<T>::multiply(c[i][j], left[i], right[0], right[1]);
@@ -155,6 +167,7 @@ __device__ __forceinline__ void dot_rows(float (&c)[M][N][4], u32 a, int row, u3
 // c[i] += weights[i] (rounded to T) · b, whose row 8j … meets the weights' column 8j ….
 template <typename T, int D, int M, int N>
 __device__ __forceinline__ void add_weighted_rows(float (&c)[M][D / 8][4], const float (&weights)[M][N][4], u32 b) {
+    const auto right_at = Operand<D>::rows(b);
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
         u32 left[M][4];
@@ -168,7 +181,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&c)[M][D / 8][4], const
 #pragma unroll
         for (int j = 0; j < D / 8; j += 2) {
             u32 right[4];
-            load_transposed(right, b + row_operand<D>(8 * k, j));
+            load_transposed(right, right_at.at(8 * k, j));
 #pragma unroll
             for (int i = 0; i < M; i++) {
                 Tensor<T>::multiply(c[i][j], left[i], right[0], right[1]);
