@@ -9,6 +9,11 @@ pub trait Memory: fmt::Debug + Send + Sync {
     /// The device address of the first byte. 0 on the null device.
     fn address(&self) -> usize;
     fn bytes(&self) -> usize;
+
+    /// Whether it was taken by [`crate::Device::alloc_host`]: kernels do not see it, copies do.
+    fn on_host(&self) -> bool {
+        false
+    }
 }
 
 /// A typed, bounds-checked, flat view into device memory. Cloning shares the memory.
@@ -54,6 +59,11 @@ impl Buffer {
 
     pub fn num_bytes(&self) -> usize {
         self.len * self.dtype.bytes()
+    }
+
+    /// Whether it lies in host memory beside the device.
+    pub fn on_host(&self) -> bool {
+        self.memory.on_host()
     }
 
     /// Device address of the first element.

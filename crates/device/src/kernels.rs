@@ -609,6 +609,11 @@ pub struct ByChance {
 }
 
 impl ByChance {
+    /// The same choices for a part that begins `elements` later.
+    pub const fn after(self, elements: usize) -> Self {
+        ByChance { first: self.first.wrapping_add(elements as u64), ..self }
+    }
+
     /// A value of bf16 next to `x`. Infinities and NaN stay; nothing finite becomes infinite.
     pub const fn round(&self, x: f32, index: usize) -> f32 {
         const EXPONENT: u32 = 0x7f80_0000;

@@ -15,6 +15,7 @@ pub mod cpu;
 pub mod cuda;
 mod dtype;
 mod error;
+pub mod host;
 mod kernels;
 pub mod null;
 mod profile;
@@ -40,6 +41,15 @@ pub struct MemoryUse {
     pub peak_bytes: usize,
 }
 
+/// Bytes that were copied without being computed with, since the device was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copied {
+    /// From one place on the device to another, by [`Kernels::copy`].
+    pub on_device: usize,
+    pub to_host: usize,
+    pub from_host: usize,
+}
+
 /// A place with memory, streams and kernels. One rank has one device.
 pub trait Device: Kernels + fmt::Debug + Send + Sync {
     /// Which device's sizes (workspaces, scratch) this one needs; the null device takes another's profile.
@@ -54,6 +64,28 @@ pub trait Device: Kernels + fmt::Debug + Send + Sync {
 
     /// Bytes taken by [`Device::alloc`].
     fn memory_use(&self) -> MemoryUse;
+
+    /// Takes host memory that [`Device::transfer`] reaches at full speed. Counted apart from the device's own.
+    fn alloc_host(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>>;
+
+    /// Bytes taken by [`Device::alloc_host`].
+    fn host_use(&self) -> MemoryUse;
+
+    /// Copies bytes from host memory taken by [`Device::alloc_host`] to the device, or the other way, in stream order.
+    fn transfer(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()>;
+
+    /// What has been copied so far.
+    fn copied(&self) -> Copied;
+
+    /// A worker for what the host computes itself beside the device: see [`host`].
+    fn host_stream(&self, name: &str) -> Result<Stream> {
+        Ok(Stream::Cpu(cpu::Stream::new(name, Role::Side)?))
+    }
+
+    /// Cores such a worker may take.
+    fn host_threads(&self) -> usize {
+        1
+    }
 
     /// Bytes the device itself says this process holds, everything included (driver context, libraries),
     /// where it can tell.
@@ -95,6 +127,12 @@ impl dyn Device + '_ {
         let mut out = vec![T::ZERO; src.len()];
         self.read(stream, src, dtype::bytes_of_mut(&mut out))?;
         Ok(out)
+    }
+
+    /// As [`Self::alloc_buffer`], in host memory.
+    pub fn alloc_host_buffer(&self, dtype: Dtype, len: usize, what: &str) -> Result<Buffer> {
+        let memory = self.alloc_host(len * dtype.bytes(), what)?;
+        Buffer::new(memory, 0, dtype, len)
     }
 
     /// Allocates one region and returns it as a buffer of `len` elements.

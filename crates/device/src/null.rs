@@ -2,9 +2,9 @@
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
-    LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
-    Rope, Stream, SumLoss, Swiglu, SwigluGrad,
+    Copied, CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge,
+    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, Stream, SumLoss, Swiglu, SwigluGrad,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -57,6 +57,26 @@ impl Device for Null {
 
     fn alloc(&self, bytes: usize, _what: &str) -> Result<Arc<dyn Memory>> {
         Ok(Arc::new(Nowhere { bytes }))
+    }
+
+    fn alloc_host(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
+        self.alloc(bytes, what)
+    }
+
+    fn host_use(&self) -> MemoryUse {
+        MemoryUse::default()
+    }
+
+    fn transfer(&self, _stream: &Stream, _src: &Buffer, _dst: &Buffer) -> Result<()> {
+        Ok(())
+    }
+
+    fn copied(&self) -> Copied {
+        Copied::default()
+    }
+
+    fn host_stream(&self, _name: &str) -> Result<Stream> {
+        Ok(Stream::Null)
     }
 
     fn memory_use(&self) -> MemoryUse {

@@ -44,6 +44,11 @@ impl Stream {
             (Stream::Cpu(stream), Event::Cpu(event)) => stream.wait(event),
             (Stream::Cuda(stream), Event::Cuda(event)) => stream.wait(event),
             (Stream::Null, Event::Null) => Ok(()),
+            // A host's worker sleeps until the device is there.
+            (Stream::Cpu(stream), Event::Cuda(event)) => {
+                let event = event.clone();
+                stream.submit(move || event.synchronize())
+            }
             _ => Err(Error::argument("Stream::wait", "the event is another device's")),
         }
     }

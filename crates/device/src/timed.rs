@@ -6,9 +6,9 @@
 use crate::work::{Asks, Work, moved};
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge, Kernels,
-    LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm, RmsNormGrad, Role,
-    Rope, Stream, SumLoss, Swiglu, SwigluGrad, cuda,
+    Copied, CrossEntropy, Device, Dropout, Embedding, EmbeddingGrad, Gemm, HeadNorm, HeadNormGrad, Judge,
+    Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, Stream, SumLoss, Swiglu, SwigluGrad, cuda,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -102,6 +102,30 @@ impl Device for Timed {
 
     fn alloc(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
         self.inner.alloc(bytes, what)
+    }
+
+    fn alloc_host(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
+        self.inner.alloc_host(bytes, what)
+    }
+
+    fn host_use(&self) -> MemoryUse {
+        self.inner.host_use()
+    }
+
+    fn transfer(&self, stream: &Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.inner.transfer(stream, src, dst)
+    }
+
+    fn copied(&self) -> Copied {
+        self.inner.copied()
+    }
+
+    fn host_stream(&self, name: &str) -> Result<Stream> {
+        self.inner.host_stream(name)
+    }
+
+    fn host_threads(&self) -> usize {
+        self.inner.host_threads()
     }
 
     fn memory_use(&self) -> MemoryUse {

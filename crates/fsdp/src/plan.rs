@@ -3,7 +3,7 @@
 use crate::engine::{Engine, scalar_bytes};
 use crate::{Action, HostBatch, Hyper, Layout, Part, Result, Schedule, Settings};
 use comm::{Group, Reduction};
-use device::{Buffer, Device, Dtype, ProductShape, Profile, Stream, null::Null};
+use device::{Buffer, Device, Dtype, ProductShape, Profile, Stream, VERDICT, null::Null};
 use std::sync::Arc;
 use tensor::arena::{ALIGN_BYTES, Placement};
 use tensor::optim::{AdamW, Decay};
@@ -117,36 +117,60 @@ impl Plan {
         self.schedule_for(Part::of(micro_batch, micro_batches))
     }
 
+    /// Whether a step may have so many micro-batches.
+    pub(crate) fn has_schedules_for(&self, micro_batches: usize) -> bool {
+        let planned = |part: Part| self.schedules.iter().any(|schedule| schedule.part == part);
+        micro_batches > 0 && (0..micro_batches).all(|index| planned(Part::of(index, micro_batches)))
+    }
+
     pub(crate) fn schedule_for(&self, part: Part) -> usize {
         self.schedules.iter().position(|schedule| schedule.part == part).expect("a schedule for every part")
     }
 
     /// Everything the rank allocates on its device.
     pub fn regions(&self) -> Vec<Region> {
-        let precision = &self.settings.precision;
+        let Settings { precision, offload, fields, .. } = &self.settings;
         let owned = self.layout.owned(true);
-        let held = |dtype: Dtype| owned * dtype.bytes();
-        let batch: usize = self.settings.fields.iter().map(|field| align(field.num_bytes())).sum();
-        let copy = if precision.has_compute_copy() { held(precision.compute) } else { 0 };
+        let held = |on_device: bool, dtype: Dtype| if on_device { owned * dtype.bytes() } else { 0 };
+        let batch: usize = fields.iter().map(|field| align(field.num_bytes())).sum();
+        let copy = self.settings.has_compute_copy() && !offload.weights;
+        let frozen = if offload.weights { 0 } else { self.layout.owned(false) };
         let gradients = match self.held() {
             Held::Nothing => 0,
-            Held::Shards => held(precision.grad),
+            Held::Shards => held(true, precision.grad),
             Held::Whole => owned * self.layout.num_shards * precision.reduce.bytes(),
         };
-        [
-            ("master weights", held(precision.master)),
-            ("compute weights", copy),
-            ("frozen weights", self.layout.owned(false) * precision.compute.bytes()),
-            ("moments", 2 * held(precision.moments)),
+        named([
+            ("master weights", held(!offload.optimizer, precision.master)),
+            ("compute weights", held(copy, precision.compute)),
+            ("frozen weights", frozen * precision.compute.bytes()),
+            ("moments", 2 * held(!offload.optimizer, precision.moments)),
             ("held gradients", gradients),
             ("step", self.step_bytes()),
             ("batch", batch + scalar_bytes(self.layout.units.len())),
             ("workspace", self.profile.workspace_bytes()),
-        ]
-        .map(|(name, bytes)| Region { name, bytes })
-        .into_iter()
-        .filter(|region| region.bytes > 0)
-        .collect()
+        ])
+    }
+
+    /// Everything the rank keeps in host memory instead.
+    pub fn host_regions(&self) -> Vec<Region> {
+        let Settings { precision, offload, .. } = &self.settings;
+        let owned = self.layout.owned(true);
+        let held = |on_host: bool, dtype: Dtype| if on_host { owned * dtype.bytes() } else { 0 };
+        let compute = match offload.weights {
+            true => self.settings.has_compute_copy(),
+            // What the host updates goes to the device from a copy in its dtype.
+            false => offload.optimizer && precision.compute != precision.master,
+        };
+        let frozen = if offload.weights { self.layout.owned(false) } else { 0 };
+        named([
+            ("master weights", held(offload.optimizer, precision.master)),
+            ("compute weights", held(compute, precision.compute)),
+            ("frozen weights", frozen * precision.compute.bytes()),
+            ("moments", 2 * held(offload.optimizer, precision.moments)),
+            ("gradients", held(self.settings.grads_on_host(), precision.grad)),
+            ("verdict", if offload.optimizer { VERDICT * 4 } else { 0 }),
+        ])
     }
 
     /// Bytes of the model's constants; they are the same for every plan of a model.
@@ -159,12 +183,13 @@ impl Plan {
         self.regions().iter().map(|region| region.bytes).sum::<usize>() + Self::constant_bytes(model)
     }
 
-    /// Bytes a rank needs in host memory beside what its device holds: one unit's shard in f32, as it is filled
+    /// Bytes a rank needs in host memory beside what its device holds: what is kept there; one unit's shard in f32, as it is filled
     /// or read back, and one step's micro-batches.
     pub fn host_bytes(&self) -> usize {
         let shard = self.layout.units.iter().map(|unit| unit.shard_len).max().unwrap_or(0) * 4;
         let batch: usize = self.settings.fields.iter().map(|field| field.num_bytes()).sum();
-        shard + batch * self.settings.micro_batches
+        let kept: usize = self.host_regions().iter().map(|region| region.bytes).sum();
+        kept + shard + batch * self.settings.micro_batches
     }
 
     /// What fills the step's region at its fullest.
@@ -179,28 +204,63 @@ impl Plan {
         match (self.settings.micro_batches, self.settings.is_sharded(), self.settings.reduces_once()) {
             (1, ..) => Held::Nothing,
             (_, true, true) => Held::Whole,
+            (_, _, false) if self.settings.grads_on_host() => Held::Nothing,
             _ => Held::Shards,
         }
     }
 
-    /// Number and bytes of collectives a rank takes part in during one step, by name.
+    /// Number and bytes of collectives a rank takes part in during one step, and of copies to and from its host's
+    /// memory, by name.
     pub fn traffic(&self) -> Vec<(&'static str, usize, usize)> {
-        let precision = &self.settings.precision;
-        let mut all = [("gathers", 0, 0), ("gathers nearby", 0, 0), ("reduces", 0, 0)];
+        let Settings { precision, offload, .. } = &self.settings;
+        let names = ["gathers", "gathers nearby", "reduces", "from the host", "to the host"];
+        let mut all = names.map(|name| (name, 0, 0));
+        let mut count = |kind: usize, len: usize, dtype: Dtype| {
+            all[kind].1 += 1;
+            all[kind].2 += len * dtype.bytes();
+        };
         for micro_batch in 0..self.settings.micro_batches {
             let schedule = &self.schedules[self.schedule_of(micro_batch, self.settings.micro_batches)];
             for action in &schedule.actions {
-                let (kind, unit, dtype) = match action {
-                    Action::Gather(unit) => (0, unit, precision.compute),
-                    Action::Widen(unit) => (1, unit, precision.compute),
-                    Action::Reduce(unit) => (2, unit, precision.reduce),
-                    _ => continue,
-                };
-                all[kind].1 += 1;
-                all[kind].2 += self.layout.unit_len(*unit) * dtype.bytes();
+                let Some(unit) = action.unit() else { continue };
+                let (len, part) = (self.layout.unit_len(unit), self.layout.units[unit].shard_len);
+                match action {
+                    Action::Fetch(_) => count(3, part, precision.compute),
+                    Action::Gather(_) => {
+                        if self.settings.is_sharded() {
+                            count(0, len, precision.compute);
+                        }
+                        if offload.weights {
+                            count(3, part, precision.compute);
+                        }
+                    }
+                    Action::Widen(_) => count(1, len, precision.compute),
+                    Action::Reduce(_) => {
+                        if self.settings.ranks > 1 {
+                            count(2, len, precision.reduce);
+                        }
+                        if self.settings.grads_on_host() {
+                            count(4, part, precision.grad);
+                            if micro_batch > 0 && !self.settings.reduces_once() {
+                                count(3, part, precision.grad);
+                            }
+                        }
+                    }
+                    Action::Update(_) if !offload.optimizer => {
+                        if offload.gradients {
+                            count(3, part, precision.grad);
+                        }
+                        if offload.weights {
+                            count(4, part, precision.compute);
+                        }
+                    }
+                    _ => {}
+                }
             }
         }
-        all.into_iter().filter(|(name, count, _)| *count > 0 || *name != "gathers nearby").collect()
+        all.into_iter()
+            .filter(|(name, count, _)| *count > 0 || ["gathers", "reduces"].contains(name))
+            .collect()
     }
 
     /// A line "key = value" for all that must be equal on all ranks; large things as their hashes.
@@ -230,6 +290,12 @@ impl Plan {
 /// FNV-1a: small, stable between builds, and good enough to tell two configurations apart.
 fn fnv(text: &str) -> u64 {
     text.bytes().fold(0xcbf29ce484222325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100000001b3))
+}
+
+/// Regions that take any room.
+fn named<const N: usize>(regions: [(&'static str, usize); N]) -> Vec<Region> {
+    let regions = regions.map(|(name, bytes)| Region { name, bytes });
+    regions.into_iter().filter(|region| region.bytes > 0).collect()
 }
 
 /// Gradients that are kept from micro-batch to micro-batch.

@@ -13,6 +13,8 @@ use tensor::Mode;
 pub enum Action {
     /// All ranks agree on the number of targets of the whole batch, which seeds the loss's gradient.
     Count,
+    /// Brings weights that the host has updated to the device's shard. In flight as a gather is.
+    Fetch(usize),
     /// Makes a unit's weights whole. In flight until the compute that needs them.
     Gather(usize),
     Forward(usize),
@@ -27,7 +29,7 @@ pub enum Action {
     /// Evaluation's half of the turn: forward of the last unit, and its losses summed.
     Score(usize),
     Backward(usize),
-    /// Sums a unit's gradient over ranks into the shards. In flight until it is settled.
+    /// Sums a unit's gradient over ranks into the shards, wherever they are kept. In flight until it is settled.
     Reduce(usize),
     /// Waits for a unit's reduce; its gradient slot is free again.
     Settle(usize),
@@ -42,6 +44,7 @@ impl Action {
     pub const fn name(self) -> &'static str {
         match self {
             Action::Count => "count",
+            Action::Fetch(_) => "fetch",
             Action::Gather(_) => "gather",
             Action::Forward(_) => "forward",
             Action::Free(_) => "free",
@@ -61,7 +64,8 @@ impl Action {
     pub const fn unit(self) -> Option<usize> {
         match self {
             Action::Count | Action::Norm | Action::Total => None,
-            Action::Gather(unit)
+            Action::Fetch(unit)
+            | Action::Gather(unit)
             | Action::Forward(unit)
             | Action::Free(unit)
             | Action::Narrow(unit)
@@ -143,6 +147,8 @@ struct Builder<'a> {
     settings: &'a Settings,
     part: Part,
     walk: Vec<Action>,
+    /// Units that are fetched already.
+    fetched: BTreeSet<usize>,
     gathered: BTreeSet<usize>,
     /// Units of which a part is kept for a gather among neighbours.
     narrowed: BTreeSet<usize>,
@@ -154,8 +160,17 @@ struct Builder<'a> {
 impl<'a> Builder<'a> {
     fn new(layout: &'a Layout, settings: &'a Settings, part: Part) -> Self {
         let walk = walk(layout, part.mode());
-        let (gathered, narrowed, reducing) = (BTreeSet::new(), BTreeSet::new(), VecDeque::new());
-        Builder { layout, settings, part, walk, gathered, narrowed, reducing, actions: vec![] }
+        Builder {
+            layout,
+            settings,
+            part,
+            walk,
+            fetched: BTreeSet::new(),
+            gathered: BTreeSet::new(),
+            narrowed: BTreeSet::new(),
+            reducing: VecDeque::new(),
+            actions: vec![],
+        }
     }
 
     fn build(mut self) -> Schedule {
@@ -189,18 +204,40 @@ impl<'a> Builder<'a> {
     }
 
     fn gather_for(&mut self, at: usize) {
-        if !self.settings.is_sharded() {
-            return;
-        }
+        // Between micro-batches nothing is updated.
+        let fetches = self.settings.fetches() && (self.part.begins() || self.part == Part::Eval);
         // What is needed first is gathered first.
         for ahead in at..=at + self.settings.prefetch {
             for unit in self.needs(ahead, ahead) {
-                if self.gathered.insert(unit) {
+                if fetches && self.layout.units[unit].trainable && self.fetched.insert(unit) {
+                    self.actions.push(Action::Fetch(unit));
+                }
+                if self.settings.gathers() && !self.gathered.contains(&unit) {
+                    if !self.make_room(at, ahead) {
+                        return;
+                    }
+                    self.gathered.insert(unit);
                     let near = self.narrowed.remove(&unit);
                     self.actions.push(if near { Action::Widen(unit) } else { Action::Gather(unit) });
                 }
             }
         }
+    }
+
+    /// Room for one more unit at position `at`, which is wanted at `ahead`. Of those kept, the one needed last makes room;
+    /// where all are needed before that, there is none.
+    fn make_room(&mut self, at: usize, ahead: usize) -> bool {
+        let cap = self.settings.max_gathered.unwrap_or(usize::MAX);
+        while self.gathered.len() >= cap {
+            let needed = |unit: usize| (at..self.walk.len()).find(|&at| self.needs(at, at).contains(&unit));
+            let last = self.gathered.iter().map(|&unit| (needed(unit), unit)).max();
+            match last {
+                Some((Some(when), unit)) if when > ahead => self.let_go(unit, true),
+                // What a position needs it gets, whatever the cap.
+                _ => return ahead == at,
+            }
+        }
+        true
     }
 
     /// Lets go of what the next positions would not gather at once anyway: for good, or, where it will be needed
@@ -209,24 +246,31 @@ impl<'a> Builder<'a> {
         let soon = self.needs(at + 1, at + 1 + self.settings.prefetch);
         let later = self.needs(at + 1, self.walk.len());
         for unit in self.gathered.difference(&soon).copied().collect::<Vec<_>>() {
-            let action = match (later.contains(&unit), self.layout.units[unit].after_forward) {
-                (true, AfterForward::Keep) => continue,
-                (true, AfterForward::Group(_)) => Action::Narrow(unit),
-                _ => Action::Free(unit),
-            };
-            if let Action::Narrow(_) = action {
-                self.narrowed.insert(unit);
+            match (later.contains(&unit), self.layout.units[unit].after_forward) {
+                (true, AfterForward::Keep) => {}
+                (again, _) => self.let_go(unit, again),
             }
-            self.gathered.remove(&unit);
-            self.actions.push(action);
         }
+    }
+
+    /// Frees a gathered unit, or narrows it where it will be needed `again` and is to stay with neighbours.
+    fn let_go(&mut self, unit: usize, again: bool) {
+        self.gathered.remove(&unit);
+        self.actions.push(match self.layout.units[unit].after_forward {
+            AfterForward::Group(_) if again => {
+                self.narrowed.insert(unit);
+                Action::Narrow(unit)
+            }
+            _ => Action::Free(unit),
+        });
     }
 
     /// Reduces the units whose gradients are complete: no later backward adds to them.
     fn reduce_after(&mut self, at: usize) {
         let skip = self.settings.reduces_once() && !self.part.ends();
         let adds = matches!(self.walk[at], Action::Turn(_) | Action::Backward(_));
-        if self.settings.ranks == 1 || skip || !adds {
+        let stays = self.settings.ranks == 1 && !self.settings.grads_on_host();
+        if stays || skip || !adds {
             return;
         }
         let later = self.needs(at + 1, self.walk.len());

@@ -75,11 +75,6 @@ impl Precision {
         stochastic_rounding: false,
     };
 
-    /// Whether gathered weights come from a copy of their own rather than from the master weights.
-    pub fn has_compute_copy(&self) -> bool {
-        self.compute != self.master
-    }
-
     fn check(&self) -> Result<()> {
         let all = [self.compute, self.reduce, self.master, self.grad, self.moments];
         if let Some(dtype) = all.iter().find(|dtype| !dtype.is_float()) {
@@ -100,6 +95,25 @@ impl Precision {
             }
         }
         Ok(())
+    }
+}
+
+/// What is kept in host memory instead of the device's (`CPUOffloadPolicy`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Offload {
+    /// Master weights and moments: the update then runs on the host, and gradients go there.
+    pub optimizer: bool,
+    /// Gradients, from their reduce to the update.
+    pub gradients: bool,
+    /// The weights that gathers take: they come to the device for each gather.
+    pub weights: bool,
+}
+
+impl Offload {
+    pub const ALL: Offload = Offload { optimizer: true, gradients: true, weights: true };
+
+    pub fn is_some(&self) -> bool {
+        self.optimizer || self.gradients || self.weights
     }
 }
 
@@ -128,9 +142,13 @@ pub struct Settings {
     pub wrap: Wrap,
     /// Units gathered ahead of the one computing.
     pub prefetch: usize,
+    /// At most so many units are whole at once, kept ones included (`limit_all_gathers`): fewer are gathered ahead, and
+    /// of those kept after their forward the ones needed last are freed. What one block needs is always gathered.
+    pub max_gathered: Option<usize>,
     pub after_forward: AfterForward,
     /// Exceptions to `after_forward`; of several that fit a unit, the last holds.
     pub units: Vec<UnitRule>,
+    pub offload: Offload,
     pub precision: Precision,
     /// The fields of one micro-batch on one rank.
     pub fields: Vec<Field>,
@@ -157,8 +175,10 @@ impl Settings {
             replicate: 1,
             wrap: Wrap::Layer,
             prefetch: 1,
+            max_gathered: None,
             after_forward: AfterForward::Auto,
             units: vec![],
+            offload: Offload::default(),
             precision: Precision::F32,
             fields,
             micro_batches: 1,
@@ -221,8 +241,10 @@ impl Settings {
             format!("shard.replicate = {}", self.replicate),
             format!("shard.wrap = {:?}", self.wrap),
             format!("shard.prefetch = {}", self.prefetch),
+            format!("shard.max_gathered = {:?}", self.max_gathered),
             format!("shard.after_forward = {:?}", self.after_forward),
             format!("shard.unit = {:?}", self.units),
+            format!("shard.offload = {:?}", self.offload),
             format!("batch fields = {}", fields.join(", ")),
             format!("micro-batches = {}", self.micro_batches),
             format!("recompute.mode = {:?}", self.keep),
@@ -253,8 +275,29 @@ impl Settings {
         }
     }
 
+    /// Whether a unit's weights come to be whole for a while, rather than being so all the time.
+    pub fn gathers(&self) -> bool {
+        self.is_sharded() || self.offload.weights
+    }
+
+    /// Whether weights the host has updated are brought to the device's shards once a step.
+    pub fn fetches(&self) -> bool {
+        self.offload.optimizer && !self.offload.weights
+    }
+
+    /// Whether gradients leave the device once they are reduced.
+    pub fn grads_on_host(&self) -> bool {
+        self.offload.gradients || self.offload.optimizer
+    }
+
+    /// Whether gathered weights come from a copy of their own rather than from the master weights.
+    pub fn has_compute_copy(&self) -> bool {
+        let Offload { optimizer, weights, .. } = self.offload;
+        self.precision.compute != self.precision.master || optimizer != weights
+    }
+
     /// Whether whole gradients are kept from micro-batch to micro-batch and reduced at the last one.
     pub fn reduces_once(&self) -> bool {
-        !self.is_sharded() || self.accumulate == Accumulate::Unsharded
+        self.accumulate == Accumulate::Unsharded || !self.is_sharded() && !self.grads_on_host()
     }
 }

@@ -1,8 +1,11 @@
 //! Wrap policies: which consecutive blocks form a unit.
 
 use crate::{Error, Result};
+use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use tensor::Model;
+use std::sync::Arc;
+use tensor::{Block, Model};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Wrap {
@@ -14,6 +17,38 @@ pub enum Wrap {
     MinParams(usize),
     /// Blocks of these kinds are units; runs of other blocks between them are units too.
     Kinds(Vec<String>),
+    /// As a closure says, block by block (`lambda_auto_wrap_policy`).
+    By(Cut),
+}
+
+/// Whether a unit ends after a block, given the block and its number.
+#[derive(Clone)]
+pub struct Cut(Arc<dyn Fn(&dyn Block, usize) -> bool + Send + Sync>);
+
+impl Wrap {
+    /// Units end after the blocks of which `ends` is true.
+    pub fn by(ends: impl Fn(&dyn Block, usize) -> bool + Send + Sync + 'static) -> Wrap {
+        Wrap::By(Cut(Arc::new(ends)))
+    }
+}
+
+// Closures cannot be compared: two are equal when they are one. What they come to is in the layout, which ranks compare.
+impl PartialEq for Cut {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Cut {}
+
+impl Hash for Cut {
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
+impl fmt::Debug for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a closure")
+    }
 }
 
 impl Wrap {
@@ -26,6 +61,7 @@ impl Wrap {
             Wrap::None => vec![],
             Wrap::MinParams(min) => cuts_by_size(model, *min),
             Wrap::Kinds(kinds) => cuts_by_kind(model, kinds)?,
+            Wrap::By(Cut(ends)) => blocks.clone().filter(|&at| ends(&*model.blocks[at], at)).collect(),
         };
         let mut units = Vec::new();
         let mut start = 0;

@@ -1,7 +1,8 @@
 //! Schedules alone, with no device: the rules a step's order must keep, for many shapes.
 
 use fsdp::{
-    Accumulate, Action, AfterForward, Field, Layout, Part, Schedule, Settings, Strategy, UnitRule, Wrap,
+    Accumulate, Action, AfterForward, Field, Layout, Offload, Part, Schedule, Settings, Strategy, UnitRule,
+    Wrap,
 };
 use std::collections::BTreeSet;
 use tensor::models::{Config, build};
@@ -22,8 +23,10 @@ fn settings(ranks: usize, strategy: Strategy, wrap: Wrap, prefetch: usize) -> Se
 
 /// What a walk through a schedule may never do, and what it must have done at its end.
 fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
-    let sharded = settings.is_sharded();
+    let sharded = settings.gathers();
+    let fetches = settings.fetches() && (schedule.part.begins() || schedule.part == Part::Eval);
     let units = layout.units.len();
+    let mut fetched = BTreeSet::new();
     let (mut gathered, mut narrowed) = (BTreeSet::new(), BTreeSet::new());
     let mut most_gathered = 0;
     let (mut forwards, mut backwards) = (vec![], vec![]);
@@ -37,16 +40,21 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
             action
         {
             assert!(!sharded || needs(unit).is_subset(&gathered), "{action:?} without its weights");
+            assert!(!fetches || needs(unit).is_subset(&fetched), "{action:?} with old weights");
             assert!(needs(unit).iter().all(|need| !reduced.contains(need)), "{action:?} after its reduce");
         }
         match action {
+            Action::Fetch(unit) => {
+                assert!(settings.fetches() && !gathered.contains(unit), "unit {unit} is fetched too late");
+                assert!(fetched.insert(*unit), "unit {unit} fetched twice");
+            }
             Action::Gather(unit) => assert!(gathered.insert(*unit), "unit {unit} gathered twice"),
             Action::Free(unit) => assert!(gathered.remove(unit), "unit {unit} freed, but not gathered"),
             Action::Narrow(unit) => {
                 assert!(gathered.remove(unit), "unit {unit} narrowed, but not gathered");
                 assert!(narrowed.insert(*unit), "unit {unit} narrowed twice");
                 let after = layout.units[*unit].after_forward;
-                assert!(trains && matches!(after, AfterForward::Group(_)), "{after:?} is no group");
+                assert!(matches!(after, AfterForward::Group(_)), "{after:?} is no group");
             }
             Action::Widen(unit) => {
                 assert!(narrowed.remove(unit), "unit {unit} widened, but not narrowed");
@@ -84,7 +92,8 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
     let reversed: Vec<usize> = all.iter().rev().copied().collect();
     assert_eq!(backwards, if trains { reversed } else { vec![] });
     assert_eq!(totals, usize::from(!trains));
-    let reduces = trains && settings.ranks > 1 && (!settings.reduces_once() || schedule.part.ends());
+    let moves = settings.ranks > 1 || settings.grads_on_host();
+    let reduces = trains && moves && (!settings.reduces_once() || schedule.part.ends());
     let sorted = |mut list: Vec<usize>| {
         list.sort();
         list
@@ -104,6 +113,11 @@ fn check(layout: &Layout, settings: &Settings, schedule: &Schedule) {
 #[test]
 fn every_schedule_keeps_the_rules() {
     let mut count = 0;
+    let [some, optimizer] =
+        [false, true].map(|optimizer| Offload { optimizer, gradients: true, weights: false });
+    let weights = Offload { weights: true, ..Offload::default() };
+    let offloads =
+        [Offload::default(), optimizer, weights, Offload::ALL, Offload::default(), some, optimizer];
     for layers in [1, 2, 3, 7] {
         for tied in [false, true] {
             let model = model(layers, tied);
@@ -120,6 +134,7 @@ fn every_schedule_keeps_the_rules() {
                         {
                             (settings.accumulate, settings.after_forward) = (accumulate, after);
                             let layout = Layout::new(&model, &settings).unwrap();
+                            settings.offload = offloads[count % offloads.len()];
                             for part in [Part::Only, Part::First, Part::Middle, Part::Last, Part::Eval] {
                                 check(&layout, &settings, &Schedule::new(&layout, &settings, part));
                                 count += 1;
@@ -215,6 +230,35 @@ fn a_unit_goes_its_own_way_after_its_forward() {
     let units = vec![rule("LlamaLayer", None, AfterForward::Keep)];
     let error = Layout::new(&model, &Settings { units, ..settings }).unwrap_err().to_string();
     assert!(error.contains("LlamaLayer") && error.contains("LlamaDecoderLayer"), "{error}");
+}
+
+#[test]
+fn a_cap_holds_whatever_is_kept_or_gathered_ahead() {
+    for tied in [false, true] {
+        let model = model(7, tied);
+        for strategy in [Strategy::Full, Strategy::Grad] {
+            for cap in 1..6 {
+                let base = settings(4, strategy, Wrap::Layer, 4);
+                let settings = Settings { max_gathered: Some(cap), ..base };
+                let layout = Layout::new(&model, &settings).unwrap();
+                for part in [Part::Only, Part::Middle, Part::Eval] {
+                    let schedule = Schedule::new(&layout, &settings, part);
+                    check(&layout, &settings, &schedule);
+                    let (mut whole, mut most) = (0, 0);
+                    for action in &schedule.actions {
+                        match action {
+                            Action::Gather(_) | Action::Widen(_) => whole += 1,
+                            Action::Free(_) | Action::Narrow(_) => whole -= 1,
+                            _ => {}
+                        }
+                        most = most.max(whole);
+                    }
+                    // The tied head needs two.
+                    assert_eq!(most, cap.max(if tied { 2 } else { 1 }), "{strategy:?}, {part:?}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -154,8 +154,11 @@ impl Sheet {
         let _ = writeln!(out, "  {:<18} {}", "constants", bytes(self.constant_bytes));
         let _ = writeln!(out, "  {:<18} {}", "peak", bytes(self.peak_bytes));
         let _ = writeln!(out, "  {:<18} {}", "host memory", bytes(plan.host_bytes()));
+        for region in plan.host_regions() {
+            let _ = writeln!(out, "    {:<16} {}", region.name, bytes(region.bytes));
+        }
         let _ = writeln!(out, "  {:<18} {} while one is saved", "checkpoint", bytes(self.snapshot_bytes));
-        let _ = writeln!(out, "\ncollectives of one step");
+        let _ = writeln!(out, "\ntraffic of one step");
         for (name, count, size) in plan.traffic() {
             let _ = writeln!(out, "  {name:<18} {count} of {} in all", bytes(size).trim_start());
         }
@@ -180,6 +183,11 @@ impl Sheet {
             .collect();
         let mut regions: Vec<Value> =
             plan.regions().iter().map(|region| json!({"name": region.name, "bytes": region.bytes})).collect();
+        let host_regions: Vec<Value> = plan
+            .host_regions()
+            .iter()
+            .map(|region| json!({"name": region.name, "bytes": region.bytes}))
+            .collect();
         regions.push(json!({"name": "constants", "bytes": self.constant_bytes}));
         let step_peak: serde_json::Map<String, Value> =
             plan.step_peak_by_kind().iter().map(|(kind, bytes)| (kind.name().into(), json!(bytes))).collect();
@@ -191,7 +199,8 @@ impl Sheet {
         let sheet = json!({
             "parameters": self.params, "ranks": self.ranks, "device": plan.profile.name(), "units": units,
             "regions": regions, "step_peak": step_peak, "peak_bytes": self.peak_bytes,
-            "host_bytes": plan.host_bytes(), "snapshot_bytes": self.snapshot_bytes, "collectives": collectives,
+            "host_bytes": plan.host_bytes(), "host_regions": host_regions,
+            "snapshot_bytes": self.snapshot_bytes, "collectives": collectives,
             "fit": self.fit.as_ref().map(|fit| fit.json(self.peak_bytes)), "notes": self.notes,
         });
         format!("{sheet:#}\n")
@@ -298,10 +307,8 @@ pub(crate) fn explain_no_room(run: &Run, ranks: usize, error: fsdp::Error) -> Er
         Some(None) if sheet.fits() == Some(false) => ". No setting tried makes it fit".into(),
         _ => String::new(),
     };
-    Error::NoRoom {
-        source: Box::new(source),
-        advice: advice + "; `shardloom plan` shows what else could be changed",
-    }
+    let source = Box::new(source);
+    Error::NoRoom { source, advice: advice + "; `shardloom plan` shows what else could be changed" }
 }
 
 /// Bytes for people, in a column.

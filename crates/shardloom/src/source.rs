@@ -1,10 +1,14 @@
 //! Where weights come from: a Hugging Face folder, or a seed.
 
+use crate::checkpoints::SharedSource;
 use crate::floats::{decode, is_float};
+use crate::run::Load;
 use checkpoint::folder::Weights;
+use comm::Group;
 use fsdp::{Error, Result, Source};
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use tensor::{Init, Model};
 
 /// Numbers read from a file at once.
@@ -50,6 +54,56 @@ impl Source for Folder {
             decode(dtype, part, values);
         }
         Ok(())
+    }
+}
+
+/// What a rank reads weights from, and how it gets them.
+pub(crate) struct Supply {
+    pub source: SharedSource,
+    /// Whether rank 0 sends the others what they own.
+    pub from_first: bool,
+}
+
+impl Supply {
+    /// Each rank from its own folder, or all from rank 0's, as the ranks find out together.
+    pub fn agree(load: Load, dir: &Path, model: &Model, ranks: &dyn Group) -> crate::Result<Supply> {
+        let absent = ranks.rank() != 0 && (load == Load::First || load == Load::Auto && !dir.exists());
+        let mine = if absent { Ok(None) } else { Folder::open(dir, model).map(Some) };
+        let message = match &mine {
+            Ok(Some(_)) => "+".to_string(),
+            Ok(None) => String::new(),
+            Err(error) => format!("!{error}"),
+        };
+        let all = ranks.exchange(message.as_bytes(), "who has the model's files")?;
+        let mine = mine?;
+        // Whose files are broken has said so; the others end as well.
+        if let Some(rank) = all.iter().position(|said| said.first() == Some(&b'!')) {
+            let what = String::from_utf8_lossy(&all[rank][1..]).into_owned();
+            return Err(crate::Error::Rank { rank, what });
+        }
+        let from_first = all.iter().any(Vec::is_empty);
+        let frozen = model.items.iter().any(|item| !item.trainable);
+        if from_first && frozen {
+            let what = "model.freeze: every rank saves its part of the frozen weights from the files, and some ranks have \
+                        none; put the folder on every machine";
+            return Err(crate::Error::Config(what.into()));
+        }
+        let source: SharedSource = match mine {
+            Some(folder) => Arc::new(folder),
+            None => Arc::new(Absent),
+        };
+        Ok(Supply { source, from_first })
+    }
+}
+
+/// Stands for files that are on another rank's machine.
+#[derive(Debug)]
+struct Absent;
+
+impl Source for Absent {
+    fn read(&self, name: &str, _: usize, _: &mut [f32]) -> Result<()> {
+        let what = "this rank does not have the model's files".to_string();
+        Err(Error::Weight { name: name.into(), what })
     }
 }
 

@@ -5,9 +5,10 @@ use crate::data::{Cursor, Data, Loader, Share, Stream};
 use crate::metrics::{Jsonl, Progress, Sink, StepDone};
 use crate::ranks::{self, Overhead, Seat};
 use crate::run::{ModelSource, Run};
-use crate::source::{Folder, Seeded};
+use crate::source::{Folder, Seeded, Supply};
 use crate::{Error, Result, show};
 use checkpoint::{Position, State};
+use comm::Group;
 use device::Profile;
 use fsdp::{Engine, Hyper, Plan, Report};
 use std::collections::BTreeMap;
@@ -66,12 +67,13 @@ impl<'a> Job<'a> {
         Ok(Plan::new(&self.model, settings, profile)?)
     }
 
-    fn source(&self, resumed: Option<&Resumed>) -> Result<SharedSource> {
-        Ok(match (resumed, &self.run.source) {
-            (Some(resumed), _) => Arc::new(Folder::open(resumed.dir(), &self.model)?),
-            (None, ModelSource::Folder(dir)) => Arc::new(Folder::open(dir, &self.model)?),
-            (None, ModelSource::Seed(seed)) => Arc::new(Seeded::new(*seed, &self.model)),
-        })
+    fn supply(&self, resumed: Option<&Resumed>, ranks: &dyn Group) -> Result<Supply> {
+        let own = |source: SharedSource| Supply { source, from_first: false };
+        match (resumed, &self.run.source) {
+            (Some(resumed), _) => Ok(own(Arc::new(Folder::open(resumed.dir(), &self.model)?))),
+            (None, ModelSource::Folder(dir)) => Supply::agree(self.run.load, dir, &self.model, ranks),
+            (None, ModelSource::Seed(seed)) => Ok(own(Arc::new(Seeded::new(*seed, &self.model)))),
+        }
     }
 
     /// One rank, from empty shards to the final folder. What the last step came to, if one was made.
@@ -82,7 +84,7 @@ impl<'a> Job<'a> {
         std::fs::create_dir_all(&run.output).map_err(|e| Error::file(&run.output, e))?;
         let found = agree_on(resume, run, &*seat.groups.world)?;
         let resumed = found.map(|dir| Resumed::open(&dir, &self.model)).transpose()?;
-        let source = self.source(resumed.as_ref())?;
+        let Supply { source, from_first } = self.supply(resumed.as_ref(), &*seat.groups.world)?;
         let plan = Arc::new(self.plan(seat.device.profile())?);
         let planned_bytes = plan.peak_bytes(&self.model);
         let Seat { rank, ranks, device, groups, saving, overhead } = seat;
@@ -97,6 +99,7 @@ impl<'a> Job<'a> {
                 before = resumed.state.step;
                 cursor = resumed.cursor(&stream, fingerprint, run.global_batch)?;
             }
+            None if from_first => engine.fill_from_first((rank == 0).then_some(&*source))?,
             None => engine.fill(&*source)?,
         }
         let steps = stream.steps_from(before, cursor, run.length, run.global_batch);

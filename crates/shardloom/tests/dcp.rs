@@ -1,58 +1,26 @@
 //! PyTorch's distributed checkpoints, imported, gone on from and exported.
 
+mod as_pytorch;
+
+use as_pytorch::{reference, run};
 use checkpoint::dcp::Checkpoint;
 use checkpoint::safetensors::File;
 use checkpoint::{Reader, moment_names};
 use serde_json::Value;
+use shardloom::Resume;
 use shardloom::checkpoints::{DcpExport, DcpImport, export_dcp, import_dcp};
-use shardloom::{Resume, Run};
 use std::path::{Path, PathBuf};
 
 /// Relative bound on every step's loss.
 const LOSS: f64 = 2e-5;
 
-fn reference(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference").join(name)
-}
-
 fn import(dir: PathBuf, model: PathBuf, out: &Path) -> shardloom::Result<String> {
     import_dcp(&DcpImport { dir, model, out: out.to_path_buf(), weights_only: false })
 }
 
-/// Twelve steps of the reference as PyTorch ran it.
-fn run(out: &Path, set: &[&str]) -> Run {
-    let dir = reference("llama3");
-    let text = format!(
-        r#"
-        [model]
-        path = "{dir}"
-        [data]
-        kind = "batches"
-        path = "{dir}/io.safetensors"
-        [train]
-        steps = 12
-        global_batch = 4
-        [optimizer]
-        lr = 1e-3
-        weight_decay = 0.1
-        decay = "all"
-        [device]
-        kind = "cpu"
-        timeout_s = 60
-        [output]
-        dir = "{out}"
-        [log]
-        sinks = ["jsonl"]
-        "#,
-        dir = dir.display(),
-        out = out.display()
-    );
-    Run::parse(&text, &set.iter().map(|s| s.to_string()).collect::<Vec<_>>()).unwrap()
-}
-
 /// The losses of steps 7 to 12, gone on with from a checkpoint.
 fn go_on(checkpoint: &Path, ranks: usize, out: &Path, set: &[&str]) -> Vec<f64> {
-    shardloom::train_from(&run(out, set), ranks, &Resume::From(checkpoint.to_path_buf())).unwrap();
+    shardloom::train_from(&run("llama3", set, out), ranks, &Resume::From(checkpoint.to_path_buf())).unwrap();
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let (steps, losses): (Vec<u64>, Vec<f64>) =

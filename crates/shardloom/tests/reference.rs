@@ -1,7 +1,9 @@
 //! Training against PyTorch's curves on the reference folders, by the same path `shardloom train` takes.
 
+mod as_pytorch;
+
+use as_pytorch::{reference, run};
 use serde_json::Value;
-use shardloom::Run;
 use std::path::{Path, PathBuf};
 
 /// Relative bounds on every step's loss and gradient norm.
@@ -10,48 +12,12 @@ const NORM: f64 = 1e-4;
 
 const CASES: [&str; 5] = ["llama3", "llama31-tied", "qwen2", "qwen3", "mistral-window"];
 
-fn reference(case: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference").join(case)
-}
-
 fn read_json(path: PathBuf) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
 fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
-}
-
-/// The run of a case as PyTorch ran it, with overrides.
-fn run(case: &str, set: &[&str], out: &Path) -> Run {
-    let dir = reference(case);
-    let text = format!(
-        r#"
-        [model]
-        path = "{dir}"
-        [data]
-        kind = "batches"
-        path = "{dir}/io.safetensors"
-        [train]
-        steps = 12
-        global_batch = 4
-        [optimizer]
-        lr = 1e-3
-        weight_decay = 0.1
-        decay = "all"
-        [device]
-        kind = "cpu"
-        timeout_s = 60
-        [output]
-        dir = "{out}"
-        [log]
-        sinks = ["jsonl"]
-        "#,
-        dir = dir.display(),
-        out = out.display()
-    );
-    let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-    Run::parse(&text, &set).unwrap()
 }
 
 /// Trains a case in a folder of its own and returns (losses, norms, peaks) of its metrics.
@@ -254,6 +220,39 @@ fn hybrid_sharding_follows_pytorch() {
     }
     let set = ["shard.strategy=HYBRID_SHARD", "shard.replicate=2", "recompute.mode=full"];
     against_pytorch("llama31-tied", "clip1", 4, &set);
+}
+
+#[test]
+fn offloading_changes_no_bit() {
+    for set in [&["shard.strategy=full"][..], &["precision.compute=bf16", "train.micro_batch=1"]] {
+        let curve = |offload: &str| {
+            let out = tempfile::tempdir().unwrap();
+            let [losses, norms, peaks] = train("llama3", 2, &[set, &[offload]].concat(), out.path());
+            (losses, norms, weight(&out.path().join("model"), "lm_head.weight"), peaks[0])
+        };
+        let plain = curve("shard.offload=[]");
+        for words in ["\"all\"", "[\"moments\"]", "[\"gradients\", \"weights\"]"] {
+            let offloaded = curve(&format!("shard.offload={words}"));
+            assert_eq!((&plain.0, &plain.1, &plain.2), (&offloaded.0, &offloaded.1, &offloaded.2), "{words}");
+            // Weights of the master's dtype on the host save nothing while the master is on the device.
+            let most = if words.contains("weights") { plain.3 } else { plain.3 - 1.0 };
+            assert!(offloaded.3 <= most, "{words}: {} bytes, {} without", offloaded.3, plain.3);
+        }
+    }
+}
+
+#[test]
+fn after_forward_changes_no_bit() {
+    let curve = |set: &[&str]| {
+        let out = tempfile::tempdir().unwrap();
+        let [losses, norms, _] = train("llama31-tied", 4, set, out.path());
+        (losses, norms)
+    };
+    let plain = curve(&[]);
+    let rules = "shard.unit=[{kinds=[\"LlamaDecoderLayer\"], blocks=[1,3], after_forward=2}]";
+    for set in ["shard.after_forward=keep", "shard.after_forward=2", rules] {
+        assert_eq!(curve(&[set]), plain, "{set}");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Copies, conversions, and what is done element by element; and the sums to one number.
 //!
-//! Side streams use the first four, so those own their buffers and return before they have run.
+//! Side streams use the first four and the sums, so those own their buffers and return before they have run.
 
 use super::float::{Float, LANES, by_dtype, load, simd, store};
 use super::{check, scratch};
@@ -117,7 +117,8 @@ fn reduce(
 ) -> Result<()> {
     check::float(op, x)?;
     check::buffer(op, "out", out, Dtype::F32, 1)?;
-    check::stream(op, stream)?.run(|| {
+    let (x, out) = (x.clone(), out.clone());
+    check::stream(op, stream)?.submit(move || {
         let mut lanes = [0.0f64; LANES];
         if x.dtype() == Dtype::F32 {
             // SAFETY: stream order keeps writers away from `x` while this runs.
@@ -126,7 +127,7 @@ fn reduce(
             scratch::with([CHUNK], |[values]| {
                 (0..x.len()).step_by(CHUNK).try_for_each(|start| {
                     let values = &mut values[..CHUNK.min(x.len() - start)];
-                    load_from(x, start, values)?;
+                    load_from(&x, start, values)?;
                     step(values, &mut lanes);
                     Ok::<(), Error>(())
                 })

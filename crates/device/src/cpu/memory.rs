@@ -1,6 +1,6 @@
 //! Host memory, counted.
 
-use crate::{Error, Memory, MemoryUse, Result};
+use crate::{Buffer, Copied, Error, Memory, MemoryUse, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,6 +10,40 @@ const ALIGN: usize = 256;
 /// Regions of this size and more are asked for in huge pages, whose size this is on x86-64: a walk through a
 /// large matrix by its short side would otherwise miss the table of pages at every step.
 const HUGE: usize = 2 << 20;
+
+/// Bytes copied so far.
+#[derive(Debug, Default)]
+pub struct CopyCounters {
+    pub on_device: AtomicUsize,
+    pub to_host: AtomicUsize,
+    pub from_host: AtomicUsize,
+}
+
+impl CopyCounters {
+    pub fn copied(&self) -> Copied {
+        Copied {
+            on_device: self.on_device.load(Ordering::Relaxed),
+            to_host: self.to_host.load(Ordering::Relaxed),
+            from_host: self.from_host.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Counts a transfer, which is to the host or from it.
+    pub fn transferred(&self, src: &Buffer, dst: &Buffer) -> Result<()> {
+        let counter = match (src.on_host(), dst.on_host()) {
+            (false, true) => &self.to_host,
+            (true, false) => &self.from_host,
+            _ => {
+                return Err(Error::argument(
+                    "transfer",
+                    "one of the buffers is the host's, the other is not",
+                ));
+            }
+        };
+        counter.fetch_add(src.num_bytes(), Ordering::Relaxed);
+        Ok(())
+    }
+}
 
 /// Bytes in regions now, and at most.
 #[derive(Debug, Default)]
@@ -41,10 +75,12 @@ pub struct Region {
     align: usize,
     bytes: usize,
     counters: Arc<Counters>,
+    /// Whether it stands for the host's memory rather than the device's: on the CPU both are the same.
+    on_host: bool,
 }
 
 impl Region {
-    pub fn new(bytes: usize, what: &str, counters: &Arc<Counters>) -> Result<Self> {
+    pub fn new(bytes: usize, what: &str, counters: &Arc<Counters>, on_host: bool) -> Result<Self> {
         let no_room = || Error::OutOfMemory {
             device: "cpu".into(),
             what: what.into(),
@@ -62,8 +98,8 @@ impl Region {
             return Err(no_room());
         }
         counters.add(bytes);
-        let region =
-            Region { block: block.expose_provenance(), layout, align, bytes, counters: counters.clone() };
+        let (block, counters) = (block.expose_provenance(), counters.clone());
+        let region = Region { block, layout, align, bytes, counters, on_host };
         if align == HUGE {
             advise_huge_pages(region.address(), bytes / HUGE * HUGE);
         }
@@ -90,6 +126,10 @@ impl Memory for Region {
 
     fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    fn on_host(&self) -> bool {
+        self.on_host
     }
 }
 

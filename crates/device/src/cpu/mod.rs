@@ -7,18 +7,18 @@ mod activation;
 mod attention;
 mod attention_cached;
 mod bias;
-mod check;
+pub(crate) mod check;
 mod dropout;
-mod elementwise;
+pub(crate) mod elementwise;
 mod embedding;
 mod float;
 mod gemm;
 mod head_norm;
 mod layer_norm;
 mod loss;
-mod memory;
+pub(crate) mod memory;
 mod norm;
-mod optim;
+pub(crate) mod optim;
 mod rope;
 mod scratch;
 mod stream;
@@ -29,17 +29,21 @@ pub use stream::{Event, Stream};
 
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm, RmsNormGrad, Role,
-    Rope, SumLoss, Swiglu, SwigluGrad,
+    Copied, CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm,
+    HeadNormGrad, Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, Profile, Result, RmsNorm,
+    RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
-use memory::{Counters, Region};
+use memory::{CopyCounters, Counters, Region};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// The host's memory and cores.
 #[derive(Debug, Default)]
 pub struct Cpu {
     counters: Arc<Counters>,
+    /// Of memory that stands for the host's, beside the device's.
+    host: Arc<Counters>,
+    copies: CopyCounters,
 }
 
 impl Cpu {
@@ -58,7 +62,24 @@ impl Device for Cpu {
     }
 
     fn alloc(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
-        Ok(Arc::new(Region::new(bytes, what, &self.counters)?))
+        Ok(Arc::new(Region::new(bytes, what, &self.counters, false)?))
+    }
+
+    fn alloc_host(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
+        Ok(Arc::new(Region::new(bytes, what, &self.host, true)?))
+    }
+
+    fn host_use(&self) -> MemoryUse {
+        self.host.memory_use()
+    }
+
+    fn transfer(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        self.copies.transferred(src, dst)?;
+        elementwise::copy(stream, src, dst)
+    }
+
+    fn copied(&self) -> Copied {
+        self.copies.copied()
     }
 
     fn memory_use(&self) -> MemoryUse {
@@ -98,6 +119,14 @@ fn same_bytes(op: &'static str, from: usize, to: usize) -> Result<()> {
     if from == to { Ok(()) } else { Err(Error::argument(op, format!("{from} bytes into {to}"))) }
 }
 
+/// A GPU's kernels would reach the host's memory slowly or not at all; here they must not reach it either.
+fn on_device<const N: usize>(op: &'static str, buffers: [&Buffer; N]) -> Result<()> {
+    match buffers.iter().find(|buffer| buffer.on_host()) {
+        None => Ok(()),
+        Some(buffer) => Err(Error::argument(op, format!("{buffer:?} is in host memory"))),
+    }
+}
+
 macro_rules! kernels {
     ($($family:ident::$kernel:ident($args:ty)),* $(,)?) => {
         $(fn $kernel(&self, stream: &crate::Stream, args: &$args) -> Result<()> {
@@ -108,7 +137,6 @@ macro_rules! kernels {
 
 impl Kernels for Cpu {
     kernels!(
-        gemm::gemm(Gemm<'_>),
         embedding::embedding(Embedding<'_>),
         embedding::embedding_grad(EmbeddingGrad<'_>),
         norm::rms_norm(RmsNorm<'_>),
@@ -130,23 +158,37 @@ impl Kernels for Cpu {
         swiglu::swiglu(Swiglu<'_>),
         swiglu::swiglu_grad(SwigluGrad<'_>),
         loss::cross_entropy(CrossEntropy<'_>),
-        optim::adamw(AdamW<'_>),
         optim::judge(Judge<'_>),
     );
 
+    fn gemm(&self, stream: &crate::Stream, args: &Gemm<'_>) -> Result<()> {
+        on_device("gemm", [args.a.buffer, args.b.buffer, args.c.buffer])?;
+        gemm::gemm(stream, args)
+    }
+
+    fn adamw(&self, stream: &crate::Stream, args: &AdamW<'_>) -> Result<()> {
+        on_device("adamw", [args.master, args.moment1, args.moment2, args.grad, args.verdict])?;
+        optim::adamw(stream, args)
+    }
+
     fn fill(&self, stream: &crate::Stream, dst: &Buffer, value: f32) -> Result<()> {
+        on_device("fill", [dst])?;
         elementwise::fill(stream, dst, value)
     }
 
     fn copy(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        on_device("copy", [src, dst])?;
+        self.copies.on_device.fetch_add(src.num_bytes(), Ordering::Relaxed);
         elementwise::copy(stream, src, dst)
     }
 
     fn cast(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        on_device("cast", [src, dst])?;
         elementwise::cast(stream, src, dst)
     }
 
     fn add(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        on_device("add", [src, dst])?;
         elementwise::add(stream, src, dst)
     }
 
@@ -158,6 +200,7 @@ impl Kernels for Cpu {
         _: &Buffer,
         accumulate: bool,
     ) -> Result<()> {
+        on_device("sum", [x, out])?;
         elementwise::sum(stream, x, out, accumulate)
     }
 
@@ -169,6 +212,7 @@ impl Kernels for Cpu {
         _: &Buffer,
         accumulate: bool,
     ) -> Result<()> {
+        on_device("sum_squares", [x, out])?;
         elementwise::sum_squares(stream, x, out, accumulate)
     }
 

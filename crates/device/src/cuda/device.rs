@@ -2,18 +2,19 @@
 
 use super::attention::AttentionKernels;
 use super::cudnn::{Cudnn, QuerySum};
-use super::driver::{Context, DeviceMemory, check};
+use super::driver::{Context, DeviceMemory, PinnedMemory, check};
 use super::gemm::MatrixProducts;
 use super::library;
 use super::module::{Arg, Launch, Modules};
 use super::nvrtc::Program;
 use super::staging::Staging;
 use super::stream::Stream;
+use crate::cpu::memory::CopyCounters;
 use crate::{
     Activation, ActivationGrad, AdamW, Attention, AttentionCached, AttentionGrad, Bias, BiasGrad, Buffer,
-    CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm, HeadNormGrad,
-    Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result, RmsNorm,
-    RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
+    Copied, CrossEntropy, Device, Dropout, Dtype, Embedding, EmbeddingGrad, Error, Gemm, HeadNorm,
+    HeadNormGrad, Judge, Kernels, LayerNorm, LayerNormGrad, Memory, MemoryUse, ProductShape, Profile, Result,
+    RmsNorm, RmsNormGrad, Role, Rope, SumLoss, Swiglu, SwigluGrad,
 };
 use cudarc::driver::sys;
 use std::fmt;
@@ -25,6 +26,7 @@ pub struct Cuda {
     products: MatrixProducts,
     modules: Modules,
     staging: Staging,
+    pub(super) copies: CopyCounters,
     /// None where cuDNN is missing or too old.
     cudnn: Option<Cudnn>,
     attention: AttentionKernels,
@@ -60,6 +62,7 @@ impl Cuda {
             products: MatrixProducts::new(&context, workspace)?,
             modules: Modules::new(&context),
             staging: Staging::new(&context),
+            copies: CopyCounters::default(),
             context,
         })
     }
@@ -178,6 +181,55 @@ impl Device for Cuda {
         Ok(Arc::new(DeviceMemory::new(&self.context, bytes, what)?))
     }
 
+    fn alloc_host(&self, bytes: usize, what: &str) -> Result<Arc<dyn Memory>> {
+        Ok(Arc::new(PinnedMemory::new(&self.context, bytes, what)?))
+    }
+
+    fn host_use(&self) -> MemoryUse {
+        let (current_bytes, peak_bytes) = self.context.host_held();
+        MemoryUse { current_bytes, peak_bytes }
+    }
+
+    fn transfer(&self, stream: &crate::Stream, src: &Buffer, dst: &Buffer) -> Result<()> {
+        let stream = self.stream_of("transfer", stream)?;
+        expect("transfer", "dst", dst, src.dtype(), src.len())?;
+        if src.len() != dst.len() {
+            let what = format!("{} elements into {}", src.len(), dst.len());
+            return Err(Error::argument("transfer", what));
+        }
+        self.copies.transferred(src, dst)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        self.context.enter()?;
+        let (from, to, bytes) = (src.address(), dst.address(), src.num_bytes());
+        // SAFETY: both are `bytes` long, one of them pinned and the other the device's; who issues the copy keeps both
+        // alive and untouched until an event has said that it was made.
+        let answer = unsafe {
+            match dst.on_host() {
+                true => {
+                    let to = std::ptr::with_exposed_provenance_mut(to);
+                    sys::cuMemcpyDtoHAsync_v2(to, from as sys::CUdeviceptr, bytes, stream.handle())
+                }
+                false => {
+                    let from = std::ptr::with_exposed_provenance(from);
+                    sys::cuMemcpyHtoDAsync_v2(to as sys::CUdeviceptr, from, bytes, stream.handle())
+                }
+            }
+        };
+        check("cuMemcpyAsync", answer)
+    }
+
+    fn copied(&self) -> Copied {
+        self.copies.copied()
+    }
+
+    /// This GPU's share of the host's cores.
+    fn host_threads(&self) -> usize {
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        (cores / library::device_count().max(1)).max(1)
+    }
+
     fn memory_use(&self) -> MemoryUse {
         let (current_bytes, peak_bytes) = self.context.held();
         MemoryUse { current_bytes, peak_bytes }
@@ -199,6 +251,13 @@ impl Device for Cuda {
             let what = format!("{} bytes into a buffer of {}", src.len(), dst.num_bytes());
             return Err(Error::argument("write", what));
         }
+        if dst.on_host() {
+            let bytes = dst.cast_bits(Dtype::U8)?;
+            stream.synchronize()?;
+            // SAFETY: host memory, and what was issued for it on this stream is done; the caller keeps others away.
+            unsafe { bytes.host_slice_mut::<u8>() }.copy_from_slice(src);
+            return Ok(());
+        }
         self.staging.upload(stream, src, dst.address())
     }
 
@@ -207,6 +266,13 @@ impl Device for Cuda {
         if dst.len() != src.num_bytes() {
             let what = format!("a buffer of {} into {} bytes", src.num_bytes(), dst.len());
             return Err(Error::argument("read", what));
+        }
+        if src.on_host() {
+            let bytes = src.cast_bits(Dtype::U8)?;
+            stream.synchronize()?;
+            // SAFETY: host memory, and what was issued for it on this stream is done; the caller keeps writers away.
+            dst.copy_from_slice(unsafe { bytes.host_slice::<u8>() });
+            return Ok(());
         }
         if !dst.is_empty() {
             self.context.enter()?;

@@ -43,6 +43,8 @@ pub(super) struct Context {
     total_bytes: usize,
     current_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
+    host_bytes: AtomicUsize,
+    peak_host_bytes: AtomicUsize,
     /// Why results on this GPU are worth nothing, once they are.
     pub void: OnceLock<String>,
 }
@@ -93,6 +95,8 @@ impl Context {
             total_bytes,
             current_bytes: AtomicUsize::new(0),
             peak_bytes: AtomicUsize::new(0),
+            host_bytes: AtomicUsize::new(0),
+            peak_host_bytes: AtomicUsize::new(0),
             void: OnceLock::new(),
         }))
     }
@@ -122,6 +126,13 @@ impl Context {
     /// Bytes held through [`DeviceMemory`] now, and at most so far.
     pub fn held(&self) -> (usize, usize) {
         (self.current_bytes.load(Ordering::Relaxed), self.peak_bytes.load(Ordering::Relaxed))
+    }
+}
+
+impl Context {
+    /// Bytes held through [`PinnedMemory`] now, and at most so far.
+    pub fn host_held(&self) -> (usize, usize) {
+        (self.host_bytes.load(Ordering::Relaxed), self.peak_host_bytes.load(Ordering::Relaxed))
     }
 }
 
@@ -227,5 +238,65 @@ impl Drop for DeviceMemory {
 impl fmt::Debug for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DeviceMemory({} bytes at {:#x} of {:?})", self.bytes, self.address, self.context)
+    }
+}
+
+/// One region of host memory from `cuMemHostAlloc`: the GPU copies from and to it without the driver's own buffers.
+pub(super) struct PinnedMemory {
+    context: Arc<Context>,
+    address: usize,
+    bytes: usize,
+}
+
+impl PinnedMemory {
+    pub fn new(context: &Arc<Context>, bytes: usize, what: &str) -> Result<Self> {
+        context.enter()?;
+        let mut address: *mut std::ffi::c_void = std::ptr::null_mut();
+        if bytes > 0 {
+            // SAFETY: the pointer is to a local. No flags: cached, since the host computes on it.
+            let answer = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };
+            if answer == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                let (device, held) = (format!("the host of cuda:{}", context.ordinal), context.host_held().0);
+                let hint = "; the system may limit locked memory (ulimit -l)".to_string();
+                let free = None;
+                return Err(Error::OutOfMemory { device, what: what.to_string(), bytes, held, free, hint });
+            }
+            check("cuMemHostAlloc", answer)?;
+        }
+        let current = context.host_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        context.peak_host_bytes.fetch_max(current, Ordering::Relaxed);
+        Ok(PinnedMemory { context: context.clone(), address: address.expose_provenance(), bytes })
+    }
+}
+
+impl Memory for PinnedMemory {
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn on_host(&self) -> bool {
+        true
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        self.context.host_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        // As with the device's own: copies may be in flight, and regions go rarely.
+        if self.address == 0 || self.context.synchronize().is_err() {
+            return;
+        }
+        // SAFETY: the address came from `cuMemHostAlloc`, is freed once, and nothing in flight uses it.
+        let _ = unsafe { sys::cuMemFreeHost(std::ptr::with_exposed_provenance_mut(self.address)) };
+    }
+}
+
+impl fmt::Debug for PinnedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinnedMemory({} bytes at {:#x} beside {:?})", self.bytes, self.address, self.context)
     }
 }

@@ -10,6 +10,7 @@ use crate::{
     Scaling, VERDICT,
 };
 use cudarc::driver::sys;
+use std::sync::atomic::Ordering;
 
 const BLOCK: usize = 256;
 /// Elements a thread takes at a time, where alignment allows.
@@ -67,6 +68,7 @@ impl Cuda {
         if src.overlaps(dst) {
             return Err(Error::argument("copy", "source and destination overlap"));
         }
+        self.copies.on_device.fetch_add(src.num_bytes(), Ordering::Relaxed);
         self.context.enter()?;
         let (to, from) = (dst.address() as sys::CUdeviceptr, src.address() as sys::CUdeviceptr);
         // SAFETY: both are `src.num_bytes()` long and apart; the stream lives.

@@ -1,7 +1,7 @@
 //! Weights into shards: each rank asks only for what it owns.
 
-use super::Engine;
-use crate::Result;
+use super::{Engine, Fixed};
+use crate::{Piece, Result};
 use device::{Buffer, Device, Dtype, Stream};
 use half::{bf16, f16};
 
@@ -12,35 +12,47 @@ pub trait Source {
 }
 
 /// Elements of a weight that the host makes at a time.
-const FILL_LEN: usize = 4 << 20;
+pub(super) const FILL_LEN: usize = 4 << 20;
 
 impl Engine {
     /// Fills this rank's shards, moments and padding with zeros. The host holds a small part at a time, in the same
     /// memory over and over: pages of a large model's weights would take longer to come by than the weights.
     pub fn fill(&mut self, source: &dyn Source) -> Result<()> {
-        let fixed = &self.fixed;
-        let layout = &fixed.plan.layout;
+        self.settle_updates()?;
         let mut values = vec![0.0f32; FILL_LEN];
-        for (unit, shard) in fixed.shards.iter().enumerate() {
-            let weights = shard.trained.as_ref().map_or(&shard.compute, |trained| &trained.master);
-            fixed.device.fill(&fixed.compute, weights, 0.0)?;
-            for piece in layout.pieces(&fixed.model, unit, fixed.shard_index()) {
-                for first in (0..piece.len).step_by(FILL_LEN) {
-                    let part = &mut values[..FILL_LEN.min(piece.len - first)];
-                    source.read(&piece.name, piece.start + first, part)?;
-                    let dst = weights.slice(piece.at + first, part.len())?;
-                    write_rounded(&*fixed.device, &fixed.compute, part, &dst)?;
-                }
-            }
-            let Some(trained) = &shard.trained else { continue };
-            if fixed.plan.settings.precision.has_compute_copy() {
-                fixed.device.cast(&fixed.compute, &trained.master, &shard.compute)?;
-            }
-            for moment in &trained.moments {
-                fixed.device.fill(&fixed.compute, moment, 0.0)?;
-            }
+        (0..self.fixed.shards.len()).try_for_each(|unit| self.fixed.fill_unit(unit, source, &mut values))?;
+        Ok(self.fixed.compute.synchronize()?)
+    }
+}
+
+impl Fixed {
+    pub(super) fn fill_unit(&self, unit: usize, source: &dyn Source, values: &mut [f32]) -> Result<()> {
+        let shard = &self.shards[unit];
+        let weights = shard.trained.as_ref().map_or(&shard.compute, |trained| &trained.master);
+        self.zero(weights)?;
+        for piece in self.filled_pieces(unit, self.shard_index()) {
+            let part = &mut values[..piece.len];
+            source.read(&piece.name, piece.start, part)?;
+            write_rounded(&*self.device, &self.compute, part, &weights.slice(piece.at, piece.len)?)?;
         }
-        Ok(fixed.compute.synchronize()?)
+        let Some(trained) = &shard.trained else { return Ok(()) };
+        self.copy_master(shard)?;
+        trained.moments.iter().try_for_each(|moment| self.zero(moment))
+    }
+
+    /// A shard's stretches of weights in the order and sizes in which they are filled.
+    pub(super) fn filled_pieces(&self, unit: usize, shard: usize) -> Vec<Piece> {
+        let pieces = self.plan.layout.pieces(&self.model, unit, shard).into_iter();
+        let cut = |piece: Piece| {
+            let firsts = (0..piece.len).step_by(FILL_LEN);
+            firsts.map(move |first| Piece {
+                name: piece.name.clone(),
+                start: piece.start + first,
+                len: FILL_LEN.min(piece.len - first),
+                at: piece.at + first,
+            })
+        };
+        pieces.flat_map(cut).collect()
     }
 }
 
@@ -56,6 +68,14 @@ pub(crate) fn write_rounded(
         _ => device.write_slice(stream, values, dst)?,
     }
     Ok(())
+}
+
+pub(super) fn read_f32(device: &dyn Device, stream: &Stream, src: &Buffer) -> Result<Vec<f32>> {
+    Ok(match src.dtype() {
+        Dtype::Bf16 => device.read_vec::<bf16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
+        Dtype::F16 => device.read_vec::<f16>(stream, src)?.iter().map(|value| value.to_f32()).collect(),
+        _ => device.read_vec(stream, src)?,
+    })
 }
 
 /// Every value rounded, by as many threads as there are cores: a large model's start waits for this.

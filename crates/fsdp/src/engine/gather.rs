@@ -31,9 +31,21 @@ pub(super) fn neighbours(layout: &Layout, groups: &Groups) -> Result<Neighbours>
 impl Walk {
     /// The gather starts once compute has reached this point: what it overwrites is then spent.
     pub(super) fn gather(&mut self, fixed: &Fixed, arena: &Arena, unit: usize) -> Result<()> {
-        let mine = fixed.shards[unit].compute.clone();
+        let (settings, name) = (&fixed.plan.settings, fixed.unit_name(unit));
+        let mut mine = fixed.shards[unit].compute.clone();
+        if settings.offload.weights {
+            self.await_update(unit)?;
+        }
         let weights = self.room(fixed, arena, unit)?;
-        fixed.groups.gather.all_gather(&fixed.gather, &mine, weights.buffer(), fixed.unit_name(unit))?;
+        if settings.offload.weights {
+            // From the host straight to its place among the others'.
+            let place = weights.buffer().slice(fixed.shard_index() * mine.len(), mine.len())?;
+            fixed.device.transfer(&fixed.gather, &mine, &place)?;
+            mine = place;
+        }
+        if settings.is_sharded() {
+            fixed.groups.gather.all_gather(&fixed.gather, &mine, weights.buffer(), name)?;
+        }
         self.gathered[unit] =
             Some(Gathered { weights, arriving: Some(fixed.gather.record()?), source: None });
         Ok(())
@@ -50,6 +62,9 @@ impl Walk {
     /// Compute waits for the weights it is about to use.
     pub(super) fn arrive(&mut self, fixed: &Fixed, unit: usize) -> Result<()> {
         for need in &fixed.plan.layout.units[unit].needs {
+            if let Some(event) = self.fetching[*need].take() {
+                fixed.compute.wait(&event)?;
+            }
             let Some(gathered) = self.gathered[*need].as_mut() else { continue };
             if let Some(event) = gathered.arriving.take() {
                 fixed.compute.wait(&event)?;

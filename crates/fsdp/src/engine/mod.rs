@@ -3,8 +3,12 @@
 mod blame;
 mod eval;
 mod fill;
+mod first;
 mod gather;
+mod hand;
+mod offload;
 mod scalars;
+mod shards;
 mod state;
 mod step;
 mod update;
@@ -12,15 +16,18 @@ mod view;
 
 pub use fill::Source;
 pub(crate) use fill::write_rounded;
+pub use hand::Whole;
 pub use scalars::{Report, Scaler};
 pub use state::{Saved, Slot, Stretch};
 
-use crate::plan::{Held, align};
+use crate::plan::align;
 use crate::{Plan, Result};
 use comm::Group;
 use device::{Buffer, Device, Dtype, Event, Memory, Profile, Role, Stream};
 use gather::Neighbours;
+use offload::HostSide;
 use scalars::Scalars;
+use shards::Shard;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tensor::arena::Arena;
@@ -102,31 +109,15 @@ struct Fixed {
     gather: Stream,
     reduce: Stream,
     shards: Vec<Shard>,
+    /// Where anything is kept in host memory.
+    host: Option<HostSide>,
     constants: Vec<Tensor>,
     batch: Batch,
     scalars: Scalars,
     /// One per schedule, over one region.
     arenas: Vec<Arena>,
-}
-
-/// What a rank owns of a unit.
-#[derive(Debug)]
-struct Shard {
-    /// What gathers take: the master itself where the dtypes are equal.
-    compute: Buffer,
-    /// None for frozen weights.
-    trained: Option<Trained>,
-}
-
-/// What training a unit takes beside its weights.
-#[derive(Debug)]
-struct Trained {
-    master: Buffer,
-    moments: [Buffer; 2],
-    /// The shard's gradient, or the whole unit's, kept through the micro-batches of a step; None where the arena
-    /// holds it.
-    held_grad: Option<Buffer>,
-    held_slot: Option<Buffer>,
+    /// That region, but for an engine that is only traced.
+    room: Option<Arc<dyn Memory>>,
 }
 
 /// What is in the engine's hands while it walks a schedule.
@@ -136,6 +127,10 @@ struct Walk {
     /// Parts of units that will be gathered among neighbours.
     narrowed: Vec<Option<Tensor>>,
     grads: Vec<Option<UnitGrad>>,
+    /// Updates that the host makes: when each is done.
+    updating: Vec<Option<Event>>,
+    /// Fetches in flight.
+    fetching: Vec<Option<Event>>,
     /// Reduces in flight: when each is done, and what it holds until then.
     reducing: Vec<Option<(Event, Vec<Tensor>)>>,
     tapes: Vec<Option<Tape>>,
@@ -145,6 +140,8 @@ struct Walk {
     carry_grads: Vec<Option<Tensor>>,
     /// Where the micro-batch stands in the run.
     random: Random,
+    /// Whether the micro-batch is the step's last.
+    ends: bool,
 }
 
 #[derive(Debug)]
@@ -183,7 +180,9 @@ impl Engine {
         agree_on_products(&*device, &plan, &groups, &region)?;
         let arenas =
             plan.placements.iter().map(|placed| Arena::replay(region.clone(), placed.clone())).collect();
-        Self::with_arenas(device, plan, model, groups, arenas)
+        let mut engine = Self::with_arenas(device, plan, model, groups, arenas)?;
+        engine.fixed.room = Some(region);
+        Ok(engine)
     }
 
     pub(crate) fn with_arenas(
@@ -196,7 +195,8 @@ impl Engine {
         let compute = device.stream("compute", Role::Compute)?;
         let gather = device.stream("gather", Role::Side)?;
         let reduce = device.stream("reduce", Role::Side)?;
-        let shards = take_shards(&*device, &plan)?;
+        let shards = shards::take(&*device, &plan)?;
+        let host = HostSide::new(&*device, &plan)?;
         let constants = take_constants(&*device, &compute, &model)?;
         let (batch, scalars) = take_batch(&*device, &plan)?;
         let neighbours = gather::neighbours(&plan.layout, &groups)?;
@@ -210,10 +210,12 @@ impl Engine {
             gather,
             reduce,
             shards,
+            host,
             constants,
             batch,
             scalars,
             arenas,
+            room: None,
         };
         let walk = Walk::new(fixed.plan.layout.units.len());
         let mut engine = Engine { walk, fixed, issued: VecDeque::new(), seed: 0 };
@@ -278,12 +280,15 @@ impl Walk {
             gathered: nothing(units),
             narrowed: nothing(units),
             grads: nothing(units),
+            updating: nothing(units),
+            fetching: nothing(units),
             reducing: nothing(units),
             tapes: nothing(units),
             kept: nothing(units),
             carry: vec![],
             carry_grads: vec![],
             random: Random::default(),
+            ends: false,
         }
     }
 }
@@ -307,51 +312,6 @@ fn agree_on_products(
         device.adopt(choices);
     }
     Ok(())
-}
-
-/// One region per kind; each unit takes its part of each.
-fn take_shards(device: &dyn Device, plan: &Plan) -> Result<Vec<Shard>> {
-    let precision = &plan.settings.precision;
-    let owned = plan.layout.owned(true);
-    let take = |dtype: Dtype, copies: usize, what: &str| device.alloc_buffer(dtype, copies * owned, what);
-    let master = take(precision.master, 1, "master weights")?;
-    let moments = take(precision.moments, 2, "moments")?;
-    let copy =
-        precision.has_compute_copy().then(|| take(precision.compute, 1, "compute weights")).transpose()?;
-    let (mut held_grads, mut held_slots) = (None, None);
-    match plan.held() {
-        Held::Nothing => {}
-        Held::Shards => held_grads = Some(take(precision.grad, 1, "held gradients")?),
-        Held::Whole => held_slots = Some(take(precision.reduce, plan.layout.num_shards, "held gradients")?),
-    }
-    let frozen = match plan.layout.owned(false) {
-        0 => None,
-        len => Some(device.alloc_buffer(precision.compute, len, "frozen weights")?),
-    };
-    let (mut start, mut frozen_start) = (0, 0);
-    let mut shards = Vec::with_capacity(plan.layout.units.len());
-    for unit in &plan.layout.units {
-        let len = unit.shard_len;
-        if let (false, Some(frozen)) = (unit.trainable, &frozen) {
-            shards.push(Shard { compute: frozen.slice(frozen_start, len)?, trained: None });
-            frozen_start += len;
-            continue;
-        }
-        let master = master.slice(start, len)?;
-        let compute = copy.as_ref().map_or(Ok(master.clone()), |copy| copy.slice(start, len))?;
-        let trained = Trained {
-            moments: [moments.slice(start, len)?, moments.slice(owned + start, len)?],
-            held_grad: held_grads.as_ref().map(|held| held.slice(start, len)).transpose()?,
-            held_slot: held_slots
-                .as_ref()
-                .map(|held| held.slice(start * plan.layout.num_shards, len * plan.layout.num_shards))
-                .transpose()?,
-            master,
-        };
-        shards.push(Shard { compute, trained: Some(trained) });
-        start += len;
-    }
-    Ok(shards)
 }
 
 pub(crate) fn take_constants(device: &dyn Device, stream: &Stream, model: &Model) -> Result<Vec<Tensor>> {

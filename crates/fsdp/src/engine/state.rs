@@ -69,6 +69,7 @@ impl Engine {
 
     /// Waits for the last step and copies a trained stretch's slot to the host, as bytes of [`Engine::slot_dtype`].
     pub fn copy_slot(&self, slot: Slot, stretch: &Stretch, out: &mut [u8]) -> Result<()> {
+        self.settle_updates()?;
         let fixed = &self.fixed;
         let held = fixed.slot(slot, stretch.unit).expect("trained weights have every slot");
         Ok(fixed.device.read(&fixed.compute, &held.slice(stretch.at, stretch.len)?, out)?)
@@ -77,6 +78,7 @@ impl Engine {
     /// Takes weights and moments as they were saved. Every rank asks only for what it holds, a few megabytes at a
     /// time.
     pub fn restore(&mut self, saved: &dyn Saved) -> Result<()> {
+        self.settle_updates()?;
         let fixed = &self.fixed;
         let stretches = fixed.stretches();
         for (unit, shard) in fixed.shards.iter().enumerate() {
@@ -89,9 +91,7 @@ impl Engine {
             let [first, second] = &trained.moments;
             fixed.restore_slot(saved, Slot::Moment1, first, &mine)?;
             fixed.restore_slot(saved, Slot::Moment2, second, &mine)?;
-            if fixed.plan.settings.precision.has_compute_copy() {
-                fixed.device.cast(&fixed.compute, &trained.master, &shard.compute)?;
-            }
+            fixed.copy_master(shard)?;
         }
         Ok(fixed.compute.synchronize()?)
     }
@@ -125,11 +125,11 @@ impl Fixed {
         }
     }
 
-    fn slot(&self, slot: Slot, unit: usize) -> Option<&Buffer> {
+    pub(super) fn slot(&self, slot: Slot, unit: usize) -> Option<&Buffer> {
         let shard = &self.shards[unit];
         let trained = shard.trained.as_ref();
         match slot {
-            Slot::Compute => Some(&shard.compute),
+            Slot::Compute => Some(shard.updated()),
             Slot::Master => trained.map(|trained| &trained.master),
             Slot::Moment1 => trained.map(|trained| &trained.moments[0]),
             Slot::Moment2 => trained.map(|trained| &trained.moments[1]),
@@ -149,7 +149,7 @@ impl Fixed {
         let mut bytes = vec![0; CHUNK_BYTES.min(held.num_bytes())];
         let mut filled = 0;
         for stretch in stretches {
-            self.zero(held, filled, stretch.at)?;
+            self.zero_between(held, filled, stretch.at)?;
             filled = stretch.at + stretch.len;
             for start in (0..stretch.len).step_by(chunk) {
                 let len = chunk.min(stretch.len - start);
@@ -158,13 +158,13 @@ impl Fixed {
                 self.device.write(&self.compute, part, &held.slice(stretch.at + start, len)?)?;
             }
         }
-        self.zero(held, filled, held.len())
+        self.zero_between(held, filled, held.len())
     }
 
-    fn zero(&self, held: &Buffer, from: usize, to: usize) -> Result<()> {
+    fn zero_between(&self, held: &Buffer, from: usize, to: usize) -> Result<()> {
         match to.saturating_sub(from) {
             0 => Ok(()),
-            len => Ok(self.device.fill(&self.compute, &held.slice(from, len)?, 0.0)?),
+            len => self.zero(&held.slice(from, len)?),
         }
     }
 }

@@ -9,13 +9,15 @@ use std::cell::Cell;
 use tensor::{Arena, Context, Keep, Kind, Mode, Random, Tape, Tensor};
 
 impl Engine {
-    /// Trains on one batch, given as its micro-batches. Issues everything and returns; the host waits only
+    /// Trains on one batch, given as its micro-batches: as many as were planned or, where three or more were, any number
+    /// from two on. With [`crate::Accumulate::Unsharded`] all but the last leave gradients unreduced
+    /// (`set_requires_gradient_sync(False)`). Issues everything and returns; the host waits only
     /// where [`Engine::report`] is called.
     pub fn step(&mut self, batches: &[HostBatch], hyper: &Hyper) -> Result<()> {
-        let expected = self.fixed.plan.settings.micro_batches;
-        let planned = self.fixed.plan.training_schedules();
-        if batches.len() != expected && batches.len() != planned {
-            let what = format!("{} micro-batches where the plan has {expected}", batches.len());
+        let plan = &self.fixed.plan;
+        if !plan.has_schedules_for(batches.len()) {
+            let planned = plan.settings.micro_batches;
+            let what = format!("{} micro-batches where the plan has {planned}", batches.len());
             return Err(Error::Settings(what));
         }
         let num_targets: usize = batches.iter().map(|batch| batch.num_targets).sum();
@@ -46,6 +48,7 @@ impl Engine {
         let arena = self.fixed.arenas[index].clone();
         arena.restart();
         let schedule = &plan.schedules[index];
+        self.walk.ends = schedule.part.ends();
         for action in &schedule.actions {
             self.act(*action, schedule.part.mode(), &arena, num_targets, hyper).map_err(|source| {
                 Error::Action {
@@ -71,6 +74,7 @@ impl Engine {
         let hyper = || hyper.expect("a step that updates has hyperparameters");
         match action {
             Action::Count => fixed.count(num_targets),
+            Action::Fetch(unit) => walk.fetch(fixed, unit),
             Action::Gather(unit) => walk.gather(fixed, arena, unit),
             Action::Forward(unit) => walk.forward(fixed, arena, unit, mode),
             Action::Free(unit) => {
@@ -86,7 +90,7 @@ impl Engine {
             Action::Settle(unit) => walk.settle(fixed, unit),
             Action::Norm => walk.norm(fixed, arena, hyper()),
             Action::Total => fixed.total(num_targets),
-            Action::Update(unit) => walk.update(fixed, unit, hyper()),
+            Action::Update(unit) => walk.update(fixed, arena, unit, hyper()),
         }
     }
 }
@@ -100,11 +104,21 @@ impl Fixed {
             return Err(Error::Batch { name: "*".into(), what });
         }
         for (field, bytes) in fields.iter().zip(&batch.fields) {
+            let to = self.batch.get(field.name)?.buffer();
+            if field.dtype.is_float() && bytes.len() == 4 * field.shape.numel() {
+                // Numbers in f32 become what the field is kept in (`cast_forward_inputs`).
+                let values = bytes
+                    .chunks_exact(4)
+                    .map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]]));
+                let values: Vec<f32> = values.collect();
+                super::write_rounded(&*self.device, &self.compute, &values, to)?;
+                continue;
+            }
             if bytes.len() != field.num_bytes() {
                 let what = format!("{} bytes where {} belong", bytes.len(), field.num_bytes());
                 return Err(Error::Batch { name: field.name.into(), what });
             }
-            self.device.write(&self.compute, bytes, self.batch.get(field.name)?.buffer())?;
+            self.device.write(&self.compute, bytes, to)?;
         }
         Ok(())
     }
@@ -262,6 +276,7 @@ impl Walk {
         fixed.square_before_reduce(arena, unit, grad)?;
         fixed.reduce.wait(&fixed.compute.record()?)?;
         let name = fixed.unit_name(unit);
+        let on_host = fixed.plan.settings.grads_on_host();
         let mut holds = Vec::new();
         if fixed.plan.settings.is_sharded() {
             let slot = grad.slot.take().expect("a slot until the reduce");
@@ -274,23 +289,64 @@ impl Walk {
                 let replicas = &fixed.groups.replicate;
                 replicas.all_reduce(&fixed.reduce, landing.buffer(), Reduction::Sum, name)?;
             }
-            let grad = self.grads[unit].as_mut().expect("still there");
-            match &staging {
-                Some(part) if grad.reduced => {
-                    fixed.device.add(&fixed.reduce, part.buffer(), shard.buffer())?;
-                }
-                Some(part) => fixed.device.cast(&fixed.reduce, part.buffer(), shard.buffer())?,
-                None => {}
-            }
-            grad.reduced = true;
-            grad.shard = Some(shard);
+            self.add_micro_batch(fixed, unit, staging.as_ref(), &shard)?;
             holds.extend([Some(slot), staging].into_iter().flatten());
+            if on_host {
+                holds.extend(self.grad_to_host(fixed, arena, unit, &shard)?);
+                holds.push(shard);
+            } else {
+                self.grads[unit].as_mut().expect("still there").shard = Some(shard);
+            }
         } else {
-            let slot = grad.slot.as_ref().expect("unsharded gradients stay where they are");
-            fixed.groups.world.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
+            let slot = grad.slot.clone().expect("unsharded gradients stay where they are");
+            if fixed.plan.settings.ranks > 1 {
+                fixed.groups.world.all_reduce(&fixed.reduce, slot.buffer(), Reduction::Sum, name)?;
+            }
+            if on_host {
+                grad.slot = None;
+                grad.written.iter().for_each(|written| written.set(false));
+                let (shard, staging) = self.host_sum(fixed, arena, unit, slot)?;
+                self.add_micro_batch(fixed, unit, staging.as_ref(), &shard)?;
+                holds.extend(self.grad_to_host(fixed, arena, unit, &shard)?);
+                holds.extend([Some(shard), staging].into_iter().flatten());
+            }
         }
         self.reducing[unit] = Some((fixed.reduce.record()?, holds));
         Ok(())
+    }
+
+    /// Adds a micro-batch's reduced gradient to the shard's.
+    fn add_micro_batch(
+        &mut self,
+        fixed: &Fixed,
+        unit: usize,
+        staging: Option<&Tensor>,
+        shard: &Tensor,
+    ) -> Result<()> {
+        let grad = self.grads[unit].as_mut().expect("a unit's backward comes before its reduce");
+        match staging {
+            Some(part) if grad.reduced => fixed.device.add(&fixed.reduce, part.buffer(), shard.buffer())?,
+            Some(part) => fixed.device.cast(&fixed.reduce, part.buffer(), shard.buffer())?,
+            None => {}
+        }
+        grad.reduced = true;
+        Ok(())
+    }
+
+    /// Of an unsharded gradient that goes to the host: what is sent, and what is added to it before.
+    fn host_sum(
+        &mut self,
+        fixed: &Fixed,
+        arena: &Arena,
+        unit: usize,
+        slot: Tensor,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        if !self.grads[unit].as_ref().is_some_and(|grad| grad.reduced) {
+            return Ok((slot, None));
+        }
+        let so_far = arena.tensor(slot.dtype(), slot.shape().clone(), Kind::Gradient)?;
+        fixed.fetch_grad(unit, &so_far)?;
+        Ok((so_far, Some(slot)))
     }
 
     /// Where a shard's gradient is kept, and a staging buffer where the reduce cannot write there directly: a
@@ -305,6 +361,9 @@ impl Walk {
             (None, Some(held)) => Tensor::over(held.clone(), [len])?,
             (None, None) => arena.tensor(precision.grad, [len], Kind::Gradient)?,
         };
+        if grad.reduced && fixed.plan.settings.grads_on_host() {
+            fixed.fetch_grad(unit, &shard)?;
+        }
         let direct = precision.reduce == precision.grad && !grad.reduced;
         let staging =
             (!direct).then(|| arena.tensor(precision.reduce, [len], Kind::GradientSlot)).transpose()?;

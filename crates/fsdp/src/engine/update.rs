@@ -1,12 +1,13 @@
 //! The end of a step: the gradient's norm, the verdict on it, and the update.
 
+use super::offload::HostSide;
 use super::step::{fill_unwritten, sum_scratch};
 use super::{Fixed, UnitGrad, Walk};
 use crate::layout::Span;
 use crate::{Hyper, Result};
-use device::{Buffer, ByChance, Judge};
+use device::{Buffer, ByChance, Judge, Stream};
 use tensor::optim::Decay;
-use tensor::{Arena, Tensor};
+use tensor::{Arena, Kind, Tensor};
 
 /// Sets a unit's rounding apart from all other random choices of a step; models count theirs from 0.
 const ROUNDING_SITE: u64 = 1 << 32;
@@ -16,16 +17,16 @@ impl Walk {
     /// the same shard, one counts.
     pub(super) fn norm(&mut self, fixed: &Fixed, arena: &Arena, hyper: &Hyper) -> Result<()> {
         let scalars = &fixed.scalars;
-        let counts = fixed.is_counted();
         for unit in (0..self.grads.len()).rev() {
             let Some(unit_grad) = &self.grads[unit] else { continue };
             fill_unwritten(fixed, unit, unit_grad)?;
+            if fixed.plan.settings.grads_on_host() {
+                // Done when it was sent there.
+                continue;
+            }
             let scratch = sum_scratch(fixed, arena)?;
-            if let (true, Some(grad)) = (counts, self.owned_grad(fixed, unit)) {
-                let spans = fixed.plan.layout.spans(unit, fixed.shard_index());
-                let (sum, so_far) = (&scalars.sum_squares, scalars.squares.slice(unit, 1)?);
-                fixed.add_squares(grad.buffer(), &spans, sum, scratch.buffer())?;
-                fixed.device.cast(&fixed.compute, sum, &so_far)?;
+            if let (true, Some(grad)) = (fixed.is_counted(), self.owned_grad(fixed, unit)) {
+                fixed.add_to_norm(&fixed.compute, unit, grad.buffer(), scratch.buffer())?;
             }
         }
         fixed.sum_over_ranks(&scalars.sums, "gradient norm and loss")?;
@@ -39,53 +40,117 @@ impl Walk {
             lr: hyper.lr,
             scaling: fixed.plan.settings.loss_scale().map(|loss_scale| loss_scale.scaling),
         };
-        Ok(fixed.device.judge(&fixed.compute, &judge)?)
+        fixed.device.judge(&fixed.compute, &judge)?;
+        fixed.verdict_to_host()
     }
 
-    fn owned_grad(&self, fixed: &Fixed, unit: usize) -> Option<&Tensor> {
+    pub(super) fn owned_grad(&self, fixed: &Fixed, unit: usize) -> Option<&Tensor> {
         let grad = self.grads[unit].as_ref()?;
         if fixed.plan.settings.is_sharded() { grad.shard.as_ref() } else { grad.slot.as_ref() }
     }
 
     /// Clip and AdamW in one pass over each span; the gradient is gone afterwards.
-    pub(super) fn update(&mut self, fixed: &Fixed, unit: usize, hyper: &Hyper) -> Result<()> {
+    pub(super) fn update(&mut self, fixed: &Fixed, arena: &Arena, unit: usize, hyper: &Hyper) -> Result<()> {
         let shard = &fixed.shards[unit];
-        let precision = &fixed.plan.settings.precision;
-        if let (Some(grad), Some(trained)) = (self.owned_grad(fixed, unit), &shard.trained) {
-            for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
-                let part = |buffer: &Buffer| buffer.slice(span.start, span.len);
-                let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
-                let compute = precision.has_compute_copy().then(|| part(&shard.compute)).transpose()?;
-                // By the element's place in the unit, not in the shard.
-                let rounding = precision.stochastic_rounding.then(|| ByChance {
-                    key: self.random.key(ROUNDING_SITE + unit as u64),
-                    first: (fixed.shard_index() * fixed.plan.layout.units[unit].shard_len + span.start)
-                        as u64,
-                });
-                let args = device::AdamW {
-                    master: &part(&trained.master)?,
-                    moment1: &part(&trained.moments[0])?,
-                    moment2: &part(&trained.moments[1])?,
-                    grad: &part(grad.buffer())?,
-                    verdict: &fixed.scalars.verdict,
-                    compute: compute.as_ref(),
-                    scalars: hyper.adamw.scalars(hyper.lr, decays),
-                    rounding,
-                };
-                fixed.device.adamw(&fixed.compute, &args)?;
+        let settings = &fixed.plan.settings;
+        if let (Some(_), Some(trained)) = (&self.grads[unit], &shard.trained) {
+            match &fixed.host {
+                Some(HostSide { worker, verdict: Some(verdict) }) => {
+                    let grad = trained.host_grad.as_ref().expect("the host updates from its own gradients");
+                    let copy = if settings.fetches() { trained.fresh.as_ref() } else { Some(&shard.compute) };
+                    let copy = copy.filter(|_| settings.has_compute_copy());
+                    self.each_span(fixed, unit, hyper, (grad, copy, verdict), |args| worker.adamw(args))?;
+                    self.updating[unit] = Some(worker.record()?);
+                }
+                _ => self.update_on_device(fixed, arena, unit, hyper)?,
             }
         }
         self.grads[unit] = None;
         Ok(())
     }
+
+    fn update_on_device(&self, fixed: &Fixed, arena: &Arena, unit: usize, hyper: &Hyper) -> Result<()> {
+        let (shard, settings) = (&fixed.shards[unit], &fixed.plan.settings);
+        let Some(grad) = self.grad_for_update(fixed, arena, unit)? else { return Ok(()) };
+        // Weights that are kept on the host pass through the device.
+        let passing = settings
+            .offload
+            .weights
+            .then(|| arena.tensor(settings.precision.compute, [shard.compute.len()], Kind::Scratch));
+        let passing = passing.transpose()?;
+        let copy =
+            settings.has_compute_copy().then(|| passing.as_ref().map_or(&shard.compute, Tensor::buffer));
+        let args = (grad.buffer(), copy, &fixed.scalars.verdict);
+        self.each_span(fixed, unit, hyper, args, |args| fixed.device.adamw(&fixed.compute, args))?;
+        if let Some(passing) = &passing {
+            fixed.device.transfer(&fixed.compute, passing.buffer(), &shard.compute)?;
+        }
+        Ok(())
+    }
+
+    /// Calls `update` for each span of a unit, with (gradient, copy in the compute dtype, verdict) cut to it.
+    fn each_span(
+        &self,
+        fixed: &Fixed,
+        unit: usize,
+        hyper: &Hyper,
+        (grad, copy, verdict): (&Buffer, Option<&Buffer>, &Buffer),
+        update: impl Fn(&device::AdamW<'_>) -> device::Result<()>,
+    ) -> Result<()> {
+        let Some(trained) = &fixed.shards[unit].trained else { return Ok(()) };
+        for span in fixed.plan.layout.spans(unit, fixed.shard_index()) {
+            let part = |buffer: &Buffer| buffer.slice(span.start, span.len);
+            let decays = hyper.adamw.decay == Decay::All || span.is_matrix;
+            let compute = copy.map(part).transpose()?;
+            // By the element's place in the unit, not in the shard.
+            let first = fixed.shard_index() * fixed.plan.layout.units[unit].shard_len + span.start;
+            let rounding =
+                fixed.plan.settings.precision.stochastic_rounding.then(|| ByChance {
+                    key: self.random.key(ROUNDING_SITE + unit as u64),
+                    first: first as u64,
+                });
+            update(&device::AdamW {
+                master: &part(&trained.master)?,
+                moment1: &part(&trained.moments[0])?,
+                moment2: &part(&trained.moments[1])?,
+                grad: &part(grad)?,
+                verdict,
+                compute: compute.as_ref(),
+                scalars: hyper.adamw.scalars(hyper.lr, decays),
+                rounding,
+            })?;
+        }
+        Ok(())
+    }
 }
 
 impl Fixed {
+    /// Adds a unit's owned gradient to the norm, and remembers what that came to.
+    pub(super) fn add_to_norm(
+        &self,
+        stream: &Stream,
+        unit: usize,
+        grad: &Buffer,
+        scratch: &Buffer,
+    ) -> Result<()> {
+        let spans = self.plan.layout.spans(unit, self.shard_index());
+        let (sum, so_far) = (&self.scalars.sum_squares, self.scalars.squares.slice(unit, 1)?);
+        self.add_squares(stream, grad, &spans, sum, scratch)?;
+        Ok(self.device.cast(stream, sum, &so_far)?)
+    }
+
     /// Adds Σ g² of some spans of a gradient to one number.
-    fn add_squares(&self, grad: &Buffer, spans: &[Span], out: &Buffer, scratch: &Buffer) -> Result<()> {
+    fn add_squares(
+        &self,
+        stream: &Stream,
+        grad: &Buffer,
+        spans: &[Span],
+        out: &Buffer,
+        scratch: &Buffer,
+    ) -> Result<()> {
         for span in spans {
             let part = grad.slice(span.start, span.len)?;
-            self.device.sum_squares(&self.compute, &part, out, scratch, true)?;
+            self.device.sum_squares(stream, &part, out, scratch, true)?;
         }
         Ok(())
     }
@@ -97,6 +162,7 @@ impl Fixed {
             return Ok(());
         };
         let (scratch, out) = (sum_scratch(self, arena)?, self.scalars.local_squares.slice(unit, 1)?);
-        self.add_squares(slot.buffer(), &self.plan.layout.whole_spans(unit), &out, scratch.buffer())
+        let spans = self.plan.layout.whole_spans(unit);
+        self.add_squares(&self.compute, slot.buffer(), &spans, &out, scratch.buffer())
     }
 }

@@ -27,7 +27,7 @@ impl Weights for View<'_> {
         let layout = &self.fixed.plan.layout;
         let (unit, at) = layout.owner[item.0];
         let place = layout.units[unit].places[at];
-        let whole = if self.fixed.plan.settings.is_sharded() {
+        let whole = if self.fixed.plan.settings.gathers() {
             self.gathered[unit].as_ref().ok_or_else(|| self.missing(item))?.weights.buffer()
         } else {
             &self.fixed.shards[unit].compute

@@ -156,6 +156,8 @@ pub fn train(model: &Arc<Model>, settings: &Settings, steps: u64) -> Outcome {
         }
         let planned = engine.plan().peak_bytes(model);
         assert_eq!(engine.device().memory_use().peak_bytes, planned, "the peak is the plan's");
+        let on_host: usize = engine.plan().host_regions().iter().map(|region| region.bytes).sum();
+        assert_eq!(engine.device().host_use().peak_bytes, on_host, "and the host's");
         Ok((reports, part(&engine)))
     });
     let (reports, parts): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();

@@ -2,6 +2,10 @@
 
 mod after_forward;
 mod blame;
+mod first;
+mod gpu;
+mod hand;
 mod harness;
+mod offload;
 mod rounding;
 mod scaler;

@@ -6,7 +6,9 @@ mod resolve;
 
 pub use data::{DataSource, DocumentSource};
 pub(crate) use resolve::optimizer_at;
-pub use resolve::{Checkpoints, DeviceChoice, GroupChoice, Length, LrSchedule, ModelSource, Run, SavedAs};
+pub use resolve::{
+    Checkpoints, DeviceChoice, GroupChoice, Length, Load, LrSchedule, ModelSource, Run, SavedAs,
+};
 
 use crate::{Error, Result};
 use std::path::Path;

@@ -35,6 +35,13 @@ pub struct Model {
     pub init_seed: Option<u64>,
     #[serde(default)]
     pub freeze: Vec<String>,
+    /// Who reads the weights.
+    #[serde(default = "auto")]
+    pub load: String,
+}
+
+fn auto() -> String {
+    "auto".into()
 }
 
 #[derive(Debug, Deserialize, Serialize)]
@@ -158,6 +165,8 @@ pub struct Shard {
     pub tensor: usize,
     pub after_forward: toml::Value,
     pub prefetch: usize,
+    /// 0: no limit.
+    pub max_gathered: usize,
     pub offload: toml::Value,
     pub unit: Vec<UnitRule>,
 }
@@ -183,6 +192,7 @@ impl Default for Shard {
             tensor: 1,
             after_forward: "auto".into(),
             prefetch: 1,
+            max_gathered: 0,
             offload: toml::Value::Array(vec![]),
             unit: vec![],
         }

@@ -5,7 +5,8 @@ use super::raw::{self, Raw};
 use crate::{Error, Result};
 use device::{Dtype, Profile};
 use fsdp::{
-    Accumulate, AfterForward, Field, Keep, LossScale, Precision, Scaling, Settings, Strategy, UnitRule, Wrap,
+    Accumulate, AfterForward, Field, Keep, LossScale, Offload, Precision, Scaling, Settings, Strategy,
+    UnitRule, Wrap,
 };
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,6 +19,17 @@ pub enum ModelSource {
     /// A Hugging Face folder.
     Folder(PathBuf),
     Seed(u64),
+}
+
+/// Who reads a folder's weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// Each rank where all have the folder, else rank 0.
+    Auto,
+    /// Each rank its own part.
+    Each,
+    /// Rank 0, which sends the others theirs.
+    First,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +127,7 @@ pub enum Length {
 pub struct Run {
     pub source: ModelSource,
     pub config: Config,
+    pub load: Load,
     /// Names of weights that stay as they are.
     pub freeze: Vec<glob::Pattern>,
     /// The text of the model's config.json, as it goes into the final folder.
@@ -142,8 +155,11 @@ pub struct Run {
     pub accumulate: Accumulate,
     pub wrap: Wrap,
     pub prefetch: usize,
+    /// Units that may be whole at once.
+    pub max_gathered: Option<usize>,
     pub after_forward: AfterForward,
     pub units: Vec<UnitRule>,
+    pub offload: Offload,
     pub device: DeviceChoice,
     pub group: GroupChoice,
     /// Whether every sum runs in a fixed order on GPUs too.
@@ -209,6 +225,11 @@ impl Run {
         Ok(Run {
             source,
             config,
+            load: choose(
+                "model.load",
+                &raw.model.load,
+                &[("auto", Load::Auto), ("each", Load::Each), ("rank0", Load::First)],
+            )?,
             freeze: freeze(&raw.model.freeze)?,
             config_text,
             data,
@@ -237,7 +258,9 @@ impl Run {
             )?,
             wrap: wrap(raw.shard.wrap)?,
             prefetch: raw.shard.prefetch,
+            max_gathered: (raw.shard.max_gathered > 0).then_some(raw.shard.max_gathered),
             after_forward: after_forward("shard.after_forward", &raw.shard.after_forward)?,
+            offload: offload(&raw.shard.offload)?,
             units: raw.shard.unit.iter().map(unit_rule).collect::<Result<_>>()?,
             device: choose(
                 "device.kind",
@@ -305,8 +328,10 @@ impl Run {
             replicate: self.replicate,
             wrap: self.wrap.clone(),
             prefetch: self.prefetch,
+            max_gathered: self.max_gathered,
             after_forward: self.after_forward,
             units: self.units.clone(),
+            offload: self.offload,
             precision: self.precision,
             micro_batches,
             keep: self.keep,
@@ -360,7 +385,6 @@ impl Run {
 fn check_unsupported(raw: &Raw) -> Result<()> {
     only("optimizer.kind", raw.optimizer.kind.as_str(), "adamw")?;
     only("shard.tensor", raw.shard.tensor, 1)?;
-    only("shard.offload", raw.shard.offload.as_array().map(Vec::len), Some(0))?;
     for sink in &raw.log.sinks {
         choose("log.sinks", sink, &[("progress", ()), ("jsonl", ())])?;
     }
@@ -383,14 +407,19 @@ fn model(raw: &raw::Model) -> Result<(ModelSource, String)> {
             let text = std::fs::read_to_string(&file).map_err(|e| Error::file(&file, e))?;
             Ok((ModelSource::Folder(path), text))
         }
-        (None, Some(config)) => {
+        (path, Some(config)) => {
             let text = match config {
                 toml::Value::String(path) => {
                     std::fs::read_to_string(path).map_err(|e| Error::file(path, e))?
                 }
                 table => serde_json::to_string_pretty(table).map_err(|e| Error::Config(e.to_string()))?,
             };
-            Ok((ModelSource::Seed(raw.init_seed.unwrap_or(0)), text))
+            let source = match path {
+                // With a configuration of its own, for machines that do not have the folder.
+                Some(path) => ModelSource::Folder(path.into()),
+                None => ModelSource::Seed(raw.init_seed.unwrap_or(0)),
+            };
+            Ok((source, text))
         }
         _ => wrong("model: give either path (a Hugging Face folder) or config (with init_seed)"),
     }
@@ -501,6 +530,33 @@ fn after_forward(key: &str, value: &toml::Value) -> Result<AfterForward> {
         ),
         other => wrong(format!("{key} = {other} is none of auto, free, keep and a number of ranks")),
     }
+}
+
+/// Where moments or master weights are on the host, the update runs there, and takes the others and gradients along.
+fn offload(value: &toml::Value) -> Result<Offload> {
+    let words = match value {
+        toml::Value::String(word) if word == "all" => return Ok(Offload::ALL),
+        toml::Value::Array(words) => words,
+        other => return wrong(format!("shard.offload = {other} is neither a list nor \"all\"")),
+    };
+    let mut offload = Offload::default();
+    for word in words {
+        let optimizer = Offload { optimizer: true, gradients: true, ..Offload::default() };
+        let Offload { optimizer, gradients, weights } = choose(
+            "shard.offload",
+            word.as_str().unwrap_or("?"),
+            &[
+                ("moments", optimizer),
+                ("master", optimizer),
+                ("gradients", Offload { gradients: true, ..Offload::default() }),
+                ("weights", Offload { weights: true, ..Offload::default() }),
+            ],
+        )?;
+        offload.optimizer |= optimizer;
+        offload.gradients |= gradients;
+        offload.weights |= weights;
+    }
+    Ok(offload)
 }
 
 fn unit_rule(raw: &raw::UnitRule) -> Result<UnitRule> {

@@ -68,3 +68,24 @@ impl DocumentTable {
 fn column_bytes(cap: usize) -> usize {
     ((cap + 1) * 4).next_multiple_of(ALIGNMENT)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_room_for_a_document_a_row_at_least() {
+        let shape =
+            |rows, seq| AttentionShape { rows, seq, heads: 2, kv_heads: 1, head_dim: 64, window: None };
+        for (rows, seq, cap) in [(1, 1, 1), (8, 16, 8), (2, 4096, 64), (16, 8192, 512), (600, 128, 600)] {
+            let table = DocumentTable::new(&shape(rows, seq), 1 << 20);
+            assert_eq!(table.cap, cap);
+            let columns = [table.first, table.lengths, table.qkv, table.out, table.kv, table.lse, table.done];
+            for pair in columns.windows(2) {
+                assert!(pair[0] + (cap + 1) * 4 <= pair[1], "{table:?}");
+                assert!(pair[1].is_multiple_of(ALIGNMENT), "{table:?}");
+            }
+            assert!(table.done + 4 <= (1 << 20) + DocumentTable::bytes(&shape(rows, seq)));
+        }
+    }
+}
