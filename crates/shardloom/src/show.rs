@@ -307,10 +307,8 @@ pub(crate) fn explain_no_room(run: &Run, ranks: usize, error: fsdp::Error) -> Er
         Some(None) if sheet.fits() == Some(false) => ". No setting tried makes it fit".into(),
         _ => String::new(),
     };
-    Error::NoRoom {
-        source: Box::new(source),
-        advice: advice + "; `shardloom plan` shows what else could be changed",
-    }
+    let source = Box::new(source);
+    Error::NoRoom { source, advice: advice + "; `shardloom plan` shows what else could be changed" }
 }
 
 /// Bytes for people, in a column.
