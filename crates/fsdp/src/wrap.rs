@@ -23,7 +23,9 @@ pub enum Wrap {
 
 /// Whether a unit ends after a block, given the block and its number.
 #[derive(Clone)]
-pub struct Cut(Arc<dyn Fn(&dyn Block, usize) -> bool + Send + Sync>);
+pub struct Cut(Arc<Ends>);
+
+type Ends = dyn Fn(&dyn Block, usize) -> bool + Send + Sync;
 
 impl Wrap {
     /// Units end after the blocks of which `ends` is true.
