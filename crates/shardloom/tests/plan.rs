@@ -123,6 +123,7 @@ fn what_does_not_fit_comes_with_the_cheapest_change() {
             r#"{"train.micro_batch":2}"#,
             r#"{"shard.strategy":"full"}"#,
             r#"{"optimizer.state":"bf16"}"#,
+            r#"{"shard.offload":"all"}"#,
             r#"{"--ranks":4}"#,
         ]
     );

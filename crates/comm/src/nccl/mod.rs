@@ -16,7 +16,7 @@ pub use library::version;
 pub use watch::on_stuck;
 
 use crate::group::{agree_on_split, check_all_to_all, check_parts, check_peer, check_root};
-use crate::store::{Exchange, Store};
+use crate::store::{Exchange, Joining, Store};
 use crate::{Error, Group, Reduction, Result, reduce};
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use device::{Buffer, Dtype, Stream};
@@ -64,19 +64,12 @@ impl Nccl {
         size: usize,
         timeout: Duration,
     ) -> Result<Arc<dyn Group>> {
-        Self::join_in(store, name, name, rank, size, timeout)
+        Self::join_at(Joining { store, scope: name, name, rank, size, timeout })
     }
 
-    /// `scope` is the group's name in the store, `name` the one that users see.
-    fn join_in(
-        store: Arc<Store>,
-        scope: &str,
-        name: &str,
-        rank: usize,
-        size: usize,
-        timeout: Duration,
-    ) -> Result<Arc<dyn Group>> {
-        let exchange = Exchange::join("nccl", store.clone(), scope, rank, size, timeout)?;
+    fn join_at(joining: Joining<'_>) -> Result<Arc<dyn Group>> {
+        let exchange = joining.exchange("nccl")?;
+        let Joining { store, name, rank, size, timeout, .. } = joining;
         let (api, id) = agree(&exchange, prepare(name, rank), name, rank)?;
         let mut comm: ncclComm_t = std::ptr::null_mut();
         let mut config = Config::non_blocking();
@@ -335,7 +328,8 @@ impl Group for Nccl {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let Some(rank) = agree_on_split(self, ranks, name)? else { return Ok(None) };
         let scope = format!("{}/split {number} at {}", self.exchange.scope(), ranks[0]);
-        Nccl::join_in(self.store.clone(), &scope, name, rank, ranks.len(), self.watched.timeout).map(Some)
+        let (store, size, timeout) = (self.store.clone(), ranks.len(), self.watched.timeout);
+        Nccl::join_at(Joining { store, scope: &scope, name, rank, size, timeout }).map(Some)
     }
 
     fn exchange(&self, bytes: &[u8], what: &str) -> Result<Vec<Vec<u8>>> {

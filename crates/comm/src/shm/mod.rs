@@ -22,7 +22,7 @@ pub(crate) mod system;
 use crate::call::{Call, HEADER, Header, Job};
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
-use crate::store::{Exchange, Store};
+use crate::store::{Joining, Store};
 use crate::ticket::Who;
 use crate::{Error, Group, Result};
 use pieces::Pieces;
@@ -78,20 +78,13 @@ pub fn join(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    join_in(store, name, name, rank, size, timeout)
+    join_at(Joining { store, scope: name, name, rank, size, timeout })
 }
 
-/// `scope` is the group's name in the store, `name` the one that users see.
-fn join_in(
-    store: Arc<Store>,
-    scope: &str,
-    name: &str,
-    rank: usize,
-    size: usize,
-    timeout: Duration,
-) -> Result<Arc<dyn Group>> {
+fn join_at(joining: Joining<'_>) -> Result<Arc<dyn Group>> {
+    let exchange = joining.exchange("shm")?;
+    let Joining { store, name, rank, size, timeout, .. } = joining;
     let system = |what: String| Error::System { rank, group: name.to_string(), what };
-    let exchange = Exchange::join("shm", store.clone(), scope, rank, size, timeout)?;
     let start = Layout { size }.bytes();
     // Each says who and where it is; rank 0 also which of its descriptors is the memory.
     let (created, file) = match rank {
@@ -476,7 +469,8 @@ impl Engine for Shm {
     }
 
     fn join(&self, ranks: &[usize], rank: usize, scope: &str, name: &str) -> Result<Arc<dyn Group>> {
-        join_in(self.store.clone(), scope, name, rank, ranks.len(), self.timeout)
+        let (store, size, timeout) = (self.store.clone(), ranks.len(), self.timeout);
+        join_at(Joining { store, scope, name, rank, size, timeout })
     }
 
     fn leaving(&self, why: &'static str) {

@@ -17,29 +17,37 @@ pub struct Exchange {
     issued: AtomicU64,
 }
 
+/// A rank that joins a group.
+pub(crate) struct Joining<'a> {
+    pub store: Arc<Store>,
+    /// The group's name in the store.
+    pub scope: &'a str,
+    /// The one that users see.
+    pub name: &'a str,
+    pub rank: usize,
+    pub size: usize,
+    pub timeout: Duration,
+}
+
+impl Joining<'_> {
+    /// With the others of the group, which is of this kind; nobody else has taken this rank's place.
+    pub fn exchange(&self, kind: &str) -> Result<Exchange> {
+        let Joining { store, scope, rank, size, timeout, .. } = self;
+        if rank >= size {
+            let what = format!("{kind} {scope}: there is no rank {rank} in a group of {size}");
+            return Err(Error::Argument { op: "join", what });
+        }
+        let exchange = Exchange::new(store.clone(), &format!("{kind} {scope}"), *rank, *size, *timeout);
+        exchange.claim()?;
+        Ok(exchange)
+    }
+}
+
 impl Exchange {
     /// Groups that exist at the same time in one store need different names.
     pub fn new(store: Arc<Store>, group: &str, rank: usize, size: usize, timeout: Duration) -> Self {
         let scope = store.scope(&format!("exchange/{group}"));
         Exchange { store, group: group.to_string(), scope, rank, size, timeout, issued: AtomicU64::new(0) }
-    }
-
-    /// That of a group of this kind that this rank joins, whose place nobody else has taken.
-    pub(crate) fn join(
-        kind: &str,
-        store: Arc<Store>,
-        scope: &str,
-        rank: usize,
-        size: usize,
-        timeout: Duration,
-    ) -> Result<Self> {
-        if rank >= size {
-            let what = format!("{kind} {scope}: there is no rank {rank} in a group of {size}");
-            return Err(Error::Argument { op: "join", what });
-        }
-        let exchange = Exchange::new(store, &format!("{kind} {scope}"), rank, size, timeout);
-        exchange.claim()?;
-        Ok(exchange)
     }
 
     /// Where its keys are: a name that no other group of this store has or had.

@@ -6,6 +6,7 @@ mod server;
 mod wire;
 
 pub use exchange::Exchange;
+pub(crate) use exchange::Joining;
 pub use server::Server;
 
 use crate::{Error, Result, secret, socket};

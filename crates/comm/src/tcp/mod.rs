@@ -20,7 +20,7 @@ use crate::call::{Call, HEADER, Header, Job};
 use crate::copy::copy;
 use crate::error::list_ranks;
 use crate::queued::{Engine, Queued};
-use crate::store::{Exchange, Store};
+use crate::store::{Joining, Store};
 use crate::ticket::Who;
 use crate::{Error, Group, Reduction, Result, reduce};
 use device::Dtype;
@@ -48,19 +48,12 @@ pub fn join(
     size: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Group>> {
-    join_in(store, name, name, rank, size, timeout)
+    join_at(Joining { store, scope: name, name, rank, size, timeout })
 }
 
-/// `scope` is the group's name in the store, `name` the one that users see.
-fn join_in(
-    store: Arc<Store>,
-    scope: &str,
-    name: &str,
-    rank: usize,
-    size: usize,
-    timeout: Duration,
-) -> Result<Arc<dyn Group>> {
-    let exchange = Exchange::join("tcp", store.clone(), scope, rank, size, timeout)?;
+fn join_at(joining: Joining<'_>) -> Result<Arc<dyn Group>> {
+    let exchange = joining.exchange("tcp")?;
+    let Joining { store, scope, name, rank, size, timeout } = joining;
     let links = meet::meet(&store, scope, rank, size, &exchange, timeout)?;
     // A connection of its own: while others wait in the shared one, failures must get through.
     let news = store.another(Duration::from_secs(2))?;
@@ -559,7 +552,8 @@ impl Engine for Tcp {
     }
 
     fn join(&self, ranks: &[usize], rank: usize, scope: &str, name: &str) -> Result<Arc<dyn Group>> {
-        join_in(self.store.clone(), scope, name, rank, ranks.len(), self.timeout)
+        let (store, size, timeout) = (self.store.clone(), ranks.len(), self.timeout);
+        join_at(Joining { store, scope, name, rank, size, timeout })
     }
 
     fn leaving(&self, _: &'static str) {}

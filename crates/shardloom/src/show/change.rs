@@ -3,7 +3,7 @@
 use crate::train::Job;
 use crate::{Run, ranks};
 use device::Dtype;
-use fsdp::{Keep, Strategy};
+use fsdp::{Keep, Offload, Strategy};
 use serde_json::{Value, json};
 
 /// One change to a run, with its new value where that depends on the run.
@@ -19,6 +19,8 @@ pub enum Change {
     StrategyFull,
     /// Coarser moments: the numbers change a little.
     Bf16Moments,
+    /// State in host memory: it travels every step, and the host updates.
+    Offload,
     /// More devices.
     Ranks(usize),
 }
@@ -31,6 +33,7 @@ impl Change {
             Change::MicroBatch(_) => "train.micro_batch",
             Change::StrategyFull => "shard.strategy",
             Change::Bf16Moments => "optimizer.state",
+            Change::Offload => "shard.offload",
             Change::Ranks(_) => "--ranks",
         }
     }
@@ -41,6 +44,7 @@ impl Change {
             Change::RecomputeFull | Change::StrategyFull => json!("full"),
             Change::MicroBatch(rows) => json!(rows),
             Change::Bf16Moments => json!("bf16"),
+            Change::Offload => json!("all"),
             Change::Ranks(ranks) => json!(ranks),
         }
     }
@@ -60,6 +64,7 @@ impl Change {
             Change::MicroBatch(rows) => run.micro_batch = rows,
             Change::StrategyFull => (run.strategy, run.replicate) = (Strategy::Full, 1),
             Change::Bf16Moments => run.precision.moments = Dtype::Bf16,
+            Change::Offload => run.offload = Offload::ALL,
             Change::Ranks(more) => {
                 *ranks = more;
                 // A rank that is left with fewer rows than a micro-batch had takes them all at once.
@@ -92,6 +97,9 @@ fn changes(run: &Run, ranks: usize) -> Vec<Change> {
     }
     if run.precision.moments == Dtype::F32 {
         changes.push(Change::Bf16Moments);
+    }
+    if run.offload != Offload::ALL {
+        changes.push(Change::Offload);
     }
     if run.global_batch.is_multiple_of(2 * ranks) {
         changes.push(Change::Ranks(2 * ranks));
