@@ -144,7 +144,6 @@ mod tests {
             ("data.pack=true", "data.pack"),
             ("data.kind=\"text\"", "data.seq_len"),
             ("train.epochs=2", "train.epochs"),
-            ("model.path=\"somewhere\"", "model"),
         ] {
             let error = error(MINIMAL, &[set]);
             assert!(error.contains(named), "{set}: {error}");
