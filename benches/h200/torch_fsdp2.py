@@ -1,9 +1,11 @@
 """PyTorch FSDP2 on a Llama of random weights, measured as `shardloom bench step` measures.
 
 One JSON line: tokens/s and the time of a step (median), peak memory. Clipping and fused AdamW are part of a step.
-Every layer is compiled on its own, which is how FSDP2 is meant to be compiled, and so is the loss.
+On GPUs every layer is compiled on its own, which is how FSDP2 is meant to be compiled, and so is the loss; on CPUs
+nothing is, and each rank has one thread. Ranks are told who they are by RANK, WORLD_SIZE and MASTER_ADDR.
 
     python torch_fsdp2.py --size 8b --seq 4096 --rows 2 --master bf16 [--recompute]
+    python torch_fsdp2.py --device cpu --size 60m --seq 256 --rows 4 --compute f32
 """
 import argparse
 import json
@@ -56,27 +58,36 @@ def build(args, mesh):
         model = LlamaForCausalLM(config).to(master)
     if args.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    whole = WithLoss(model, torch.compile(cross_entropy))
+    compiles = args.device == "cuda"
+    whole = WithLoss(model, torch.compile(cross_entropy) if compiles else cross_entropy)
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[args.compute], reduce_dtype=master)
     for layer in model.model.layers:
-        layer.compile()
+        if compiles:
+            layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(whole, mesh=mesh, mp_policy=precision)
-    whole.to_empty(device="cuda")
-    fill(whole, config)
+    whole.to_empty(device=args.device)
+    fill(whole, config, args.device)
     return whole.train(), config
 
 
 @torch.no_grad()
-def fill(model, config):
+def fill(model, config, device):
     for name, weight in model.named_parameters():
         local = weight.to_local()
         local.fill_(1.0) if "norm" in name else local.normal_(0, 0.02)
     # Buffers made on the meta device are empty as well.
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cuda") / config.head_dim
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     for name, buffer in model.named_buffers():
         if "inv_freq" in name:
             buffer.copy_(1.0 / 500000.0**exponent)
+
+
+def wait(args):
+    """Until this rank's device, and then all ranks, are done."""
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def measure(args, model, config):
@@ -84,15 +95,16 @@ def measure(args, model, config):
     generator = torch.Generator().manual_seed(1)
     times, losses = [], []
     for step in range(args.warm_up + args.steps):
-        tokens = torch.randint(0, config.vocab_size, (args.rows, args.seq + 1), generator=generator).cuda()
-        torch.cuda.synchronize()
+        tokens = torch.randint(0, config.vocab_size, (args.rows, args.seq + 1), generator=generator)
+        tokens = tokens.to(args.device)
+        wait(args)
         start = time.perf_counter()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        wait(args)
         if step >= args.warm_up:
             times.append(time.perf_counter() - start)
         losses.append(loss.item())
@@ -107,24 +119,36 @@ def main():
     parser.add_argument("--compute", choices=DTYPES, default="bf16")
     parser.add_argument("--master", choices=DTYPES, default="f32")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=3)
     args = parser.parse_args()
     for name, value in [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511"), ("RANK", "0"), ("WORLD_SIZE", "1")]:
         os.environ.setdefault(name, value)
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl")
+    on_gpu = args.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
-    model, config = build(args, init_device_mesh("cuda", (dist.get_world_size(),)))
+    model, config = build(args, init_device_mesh(args.device, (ranks,)))
     seconds, losses = measure(args, model, config)
-    print(json.dumps({
+    if dist.get_rank() == 0:
+        print(json.dumps(report(args, ranks, seconds, losses)), flush=True)
+    dist.destroy_process_group()
+
+
+def report(args, ranks, seconds, losses):
+    return {
         "peer": f"torch {torch.__version__}", "size": args.size, "seq": args.seq, "rows": args.rows,
         "compute": args.compute, "master": args.master, "recompute": args.recompute,
         "cudnn": torch.backends.cudnn.version(), "step_ms": seconds * 1e3,
-        "tokens_per_s": args.rows * args.seq / seconds, "peak_bytes": torch.cuda.max_memory_allocated(),
+        "tokens_per_s": ranks * args.rows * args.seq / seconds, "ranks": ranks,
+        "peak_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else None,
         "first_loss": losses[0], "last_loss": losses[-1],
-    }), flush=True)
-    dist.destroy_process_group()
+    }
 
 
 if __name__ == "__main__":

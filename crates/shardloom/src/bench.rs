@@ -233,18 +233,22 @@ fn print_kernels(kernels: &[KernelTime], step_ms: f64, ceilings: &Ceilings) {
     for KernelTime { name, calls, total_ms, work } in kernels {
         let (share, seconds) = (100.0 * total_ms / step_ms, total_ms / 1e3);
         let (amount, unit, ceiling) = match work.flops {
-            0 => (work.bytes as f64, "TB/s", ceilings.bytes),
-            flops => (flops as f64, "TFLOP/s", ceilings.flops),
+            0 => (work.bytes as f64, "B/s", ceilings.bytes),
+            flops => (flops as f64, "FLOP/s", ceilings.flops),
         };
-        let (rate, of_ceiling) = (amount / seconds / 1e12, 100.0 * amount / seconds / ceiling);
-        println!(
-            "{name:<34} {calls:>6} {total_ms:>10.3} {share:>6.1}% {rate:>7.2} {unit:<7} {of_ceiling:>10.0}%"
-        );
+        let (rate, of_ceiling) = (per_second(amount / seconds, unit), 100.0 * amount / seconds / ceiling);
+        println!("{name:<34} {calls:>6} {total_ms:>10.3} {share:>6.1}% {rate:>15} {of_ceiling:>10.0}%");
     }
     let sum: f64 = kernels.iter().map(|kernel| kernel.total_ms).sum();
     println!("{:<34} {:>6} {sum:>10.3} {:>6.1}%", "all kernels", "", 100.0 * sum / step_ms);
-    let (flops, bytes) = (ceilings.flops / 1e12, ceilings.bytes / 1e12);
-    println!("ceilings: a bare product {flops:.0} TFLOP/s, a bare copy {bytes:.2} TB/s");
+    let (flops, bytes) = (per_second(ceilings.flops, "FLOP/s"), per_second(ceilings.bytes, "B/s"));
+    println!("ceilings: a bare product {flops}, a bare copy {bytes}");
+}
+
+/// A rate in the largest unit that it fills.
+fn per_second(rate: f64, unit: &str) -> String {
+    let (size, prefix) = if rate >= 1e12 { (1e12, 'T') } else { (1e9, 'G') };
+    format!("{:.2} {prefix}{unit}", rate / size)
 }
 
 /// Bytes a second, read and written, of one large copy, the best of several.

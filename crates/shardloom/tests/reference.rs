@@ -262,17 +262,23 @@ fn a_mesh_that_does_not_come_out_is_refused() {
     assert!(error.to_string().contains("4 ranks") && error.exit_status() == 2, "{error}");
 }
 
-/// PyTorch's weights after 12 steps: in f32, and computed in f64 where the case has some.
+/// How far a weight is from PyTorch's after 12 steps, and how far it may be.
 ///
 /// A constant added to all keys moves all scores of a query alike, which softmax does not see. So where RoPE turns
 /// slowly, the gradient of a key's bias is zero but for rounding, and Adam divides that rounding by its own size.
-/// PyTorch's f32 weights are up to 1.3e-4 from its f64 weights there, and its two attentions 1.7e-4 from each other:
-/// the f64 run is what both round.
-fn arrived_at(case: &str, name: &str) -> Vec<Vec<f64>> {
+/// PyTorch's own f32 runs end 1.3e-4 (attention "eager") and 2.1e-4 ("sdpa") from its f64 run there, and 1.7e-4 from each
+/// other. Such a weight is compared with the f64 run, and may be as far from it as PyTorch's.
+fn distance_and_bound(case: &str, name: &str, ours: &[f64]) -> (f64, f64) {
     let open = |file: &str| checkpoint::safetensors::File::open(reference(case).join(file));
-    let single = floats(open("after12.safetensors").unwrap().read(name).unwrap());
-    let double = open("after12-f64.safetensors").ok().and_then(|file| file.read(name).ok()).map(doubles);
-    [Some(single), double].into_iter().flatten().collect()
+    let far = |theirs: &[f64]| {
+        let squares = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2));
+        (squares.sum::<f64>() / theirs.iter().map(|b| b * b).sum::<f64>()).sqrt()
+    };
+    let exact = open("after12-f64.safetensors").ok().and_then(|file| file.read(name).ok());
+    match exact {
+        Some(exact) => (far(&doubles(exact)), 2.1e-4),
+        None => (far(&floats(open("after12.safetensors").unwrap().read(name).unwrap())), 1e-4),
+    }
 }
 
 #[test]
@@ -286,14 +292,9 @@ fn the_final_folder_holds_what_pytorch_arrived_at() {
         assert_eq!(ours.tensors().len(), theirs.tensors().len());
         let mut worst = (0.0, String::new());
         for (name, _) in theirs.tensors() {
-            let ours = floats(ours.read(name).unwrap());
-            let far = |theirs: &Vec<f64>| {
-                let squares = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2));
-                (squares.sum::<f64>() / theirs.iter().map(|b| b * b).sum::<f64>()).sqrt()
-            };
-            let near = arrived_at(case, name).iter().map(far).fold(f64::INFINITY, f64::min);
-            assert!(near <= 1e-4, "{case}: {name}: {near:e}");
-            worst = if near > worst.0 { (near, name.to_string()) } else { worst };
+            let (far, bound) = distance_and_bound(case, name, &floats(ours.read(name).unwrap()));
+            assert!(far <= bound, "{case}: {name}: {far:e}");
+            worst = if far > worst.0 { (far, name.to_string()) } else { worst };
         }
         println!("{case}: weights after 12 steps within {:.1e} ({})", worst.0, worst.1);
     }
