@@ -93,7 +93,7 @@ enum Bench {
         /// A folder on the disk to be measured
         #[arg(long, default_value = ".")]
         dir: PathBuf,
-        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
         rounds: u32,
     },
     /// Whole training steps of a Llama with random weights and tokens
