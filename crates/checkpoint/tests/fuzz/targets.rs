@@ -154,10 +154,9 @@ impl Target for Manifests {
         let dir = self.dir.path().join("c");
         let path = dir.join("manifest.json");
         let Ok(manifest) = Manifest::parse(&path, input) else { return false };
-        let leads_inside = |name: &String| {
-            Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)))
-        };
-        assert!(manifest.files.keys().all(leads_inside));
+        // By the letters of the name, not as the reader judges it. Two dots within a part are a name like any other.
+        let leads_outside = |name: &String| name.split('/').any(|part| ["", ".", ".."].contains(&part));
+        assert!(!manifest.files.keys().any(leads_outside), "{:?}", manifest.files.keys());
         std::fs::write(&path, input).unwrap();
         let Ok(reader) = Reader::open(&dir) else { return false };
         let _ = (reader.verify(), reader.state());

@@ -1,4 +1,6 @@
 //! A small checkpoint whose every byte follows from its step, for tests.
+
+// Every test file that includes this uses a part of it.
 #![allow(dead_code)]
 
 use checkpoint::storage::{Disk, Storage};
