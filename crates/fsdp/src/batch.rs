@@ -93,6 +93,15 @@ impl HostBatch {
             let what = format!("token {} of its row cannot start at {}", place(at), document_start[at]);
             return Err(Error::Batch { name: field::DOCUMENT_START.into(), what });
         }
+        // A token begins a document or goes on with that of the token before; kernels count on it.
+        let goes_on = |at: usize| place(at) > 0 && document_start[at] == document_start[at - 1];
+        if let Some(at) = (0..ids.len()).find(|&at| document_start[at] != place(at) && !goes_on(at)) {
+            let (place, start) = (place(at), document_start[at]);
+            let what = format!(
+                "token {place} of its row starts at {start}, as neither it nor the token before does"
+            );
+            return Err(Error::Batch { name: field::DOCUMENT_START.into(), what });
+        }
         let positions: Vec<i32> = (0..ids.len()).map(|at| place(at) - document_start[at]).collect();
         Ok(HostBatch {
             fields: [ids, &order(ids), &positions, labels, document_start].map(bytes).to_vec(),
@@ -153,8 +162,8 @@ mod tests {
     }
 
     #[test]
-    fn documents_that_start_outside_their_row_are_refused() {
-        for starts in [&[0, 2, 2, 2][..], &[0, -1, 0, 0], &[0, 0, 0]] {
+    fn documents_that_start_outside_their_row_or_go_back_are_refused() {
+        for starts in [&[0, 2, 2, 2][..], &[0, -1, 0, 0], &[0, 0, 0], &[0, 1, 0, 0], &[0, 0, 1, 1]] {
             let error = HostBatch::packed(&[1; 4], &[1; 4], starts, 4, 9).unwrap_err();
             assert!(matches!(&error, Error::Batch { name, .. } if name == field::DOCUMENT_START), "{error}");
         }

@@ -224,11 +224,6 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether this rank, of those that hold the same shard, is the one that counts and writes.
-    pub fn is_counted(&self) -> bool {
-        self.fixed.is_counted()
-    }
-
     pub fn plan(&self) -> &Plan {
         &self.fixed.plan
     }
